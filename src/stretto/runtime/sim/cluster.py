@@ -1,8 +1,8 @@
 """A cluster and the run on it, as one typed object that a TOML file can hold.
 
-Every role names its devices, by number; roles that share one take turns on it. What a role's work
-costs is given in numbers, or by a model, a kind of GPU and an assumed efficiency, of which
-:func:`stretto.planner.formulas.priced` makes numbers before anything is simulated.
+Every role lists its devices by number. Roles that share a device take turns on it. The cost of a
+role's work is given in numbers, or by a model, a kind of GPU and an assumed efficiency, which
+:func:`stretto.planner.formulas.priced` converts to numbers before the simulation.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from stretto.types import Sampling, ScoreKind
 Devices = tuple[NonNegativeInt, ...]
 C = TypeVar("C")
 
-_QUANTILES = 200  # of a distribution, of which a mean is made
+_QUANTILES = 200  # to compute the mean of a distribution
 RISE = 0.25
-"""Share by which a decode step may get longer before a generator's batch counts as too large."""
+"""Relative slowdown of a decode step from which a generator's batch counts as too large."""
 
 
 class GeneratorRole(Section):
     """A generator: one engine, or several data-parallel replicas that answer as one."""
 
     devices: Annotated[Devices, Field(min_length=1)] = (0,)
-    """The devices it works on."""
+    """Its devices."""
     model: str = ""
     """The actor, if costs follow from it."""
     cost: costs.GeneratorCost | None = None
-    """Costs in numbers, of one replica."""
+    """Costs of one replica in numbers."""
     tensor_parallel: PositiveInt = 1
-    """Devices a replica; there are as many replicas as fit."""
+    """Devices per replica. There are as many replicas as fit."""
     slots: NonNegativeInt = 0
-    """Rollouts that a replica decodes together; 0 takes all in flight."""
+    """Rollouts that a replica decodes together. 0: all in flight."""
     speculation: costs.Speculation = costs.Speculation()
-    """Proposed tokens."""
+    """Speculative decoding."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""
     best_batch: NonNegativeInt = 0
-    """Rollouts that a replica decodes before a step takes notably longer; 0: as costs say."""
+    """Rollouts that a replica decodes before a step slows down notably. 0: derived from costs."""
 
     @property
     def replicas(self) -> int:
@@ -77,29 +77,29 @@ class ScorerRole(Section):
     """A reward model, the reference, the critic, or a function."""
 
     name: str
-    """The scorer's name; replicas of one scorer share it."""
+    """The scorer's name, shared by its replicas."""
     kind: ScoreKind = "reward"
     """The kind of its scores."""
     devices: Devices = ()
-    """The devices it works on; empty for a function, which shares nothing with others."""
+    """Its devices. Empty for a function, which then shares none with other roles."""
     model: str = ""
     """The model, if costs follow from it."""
     cost: costs.PrefillCost | costs.SampleCost | None = None
     """Costs in numbers: by tokens, or by responses for a function."""
     tensor_parallel: PositiveInt = 1
-    """Devices that a copy of the model is split over; there are as many copies as fit."""
+    """Devices that a copy of the model is split over. There are as many copies as fit."""
     follows: str = ""
-    """The trained model whose weights it loads ('actor', 'critic'); empty: frozen."""
+    """The trained model whose weights it loads ('actor', 'critic'). Empty: frozen."""
     streams: bool = True
-    """Prefill tokens as they come; else all of a response at its end."""
+    """Prefill tokens as they arrive. Otherwise the full response at its end."""
     padded: NonNegativeInt = 0
-    """Responses that a model scores at a time, each padded to the longest of them; 0 pads none."""
+    """Responses that a model scores at a time, padded to the longest of them. 0: no padding."""
     worthwhile_tokens: NonNegativeInt = 0
     """Tokens that make a call worth its fixed cost."""
     load_s: NonNegative = 0.0
-    """Seconds to take over a version of the weights."""
+    """Seconds to load a version of the weights."""
     host: NonNegativeInt | None = None
-    """The generator on whose devices it lives."""
+    """The generator whose devices it shares."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""
 
@@ -115,11 +115,11 @@ class LearnerRole(Section):
     """The learner, data parallel over its devices."""
 
     devices: Annotated[Devices, Field(min_length=1)] = (0,)
-    """The devices it works on."""
+    """Its devices."""
     trains: tuple[Literal["actor"]] | tuple[Literal["actor"], Literal["critic"]] = ("actor",)
     """The trained models, which are published under these names."""
     models: tuple[str, ...] = ()
-    """The models that these are, if costs follow from them."""
+    """Their model names, if costs follow from them."""
     cost: costs.TrainCost | None = None
     """Costs in numbers."""
     tensor_parallel: PositiveInt = 1
@@ -127,7 +127,7 @@ class LearnerRole(Section):
     epochs: PositiveInt = 1
     """Passes over a batch."""
     updates: PositiveInt = 1
-    """Optimizer updates a step, in all passes."""
+    """Optimizer updates per step, over all epochs."""
     padded: bool = False
     """Whether each response of a batch is padded to the longest."""
     threads: PositiveInt = 1
@@ -146,11 +146,11 @@ class Workload(Section):
     """The prompts, responses and rewards that a run trains on."""
 
     batch: Rows = 112
-    """Responses a step."""
+    """Responses per step."""
     samples_per_prompt: Rows = 1
-    """Responses to each prompt; divides batch."""
+    """Responses to each prompt. Must divide batch."""
     group_at_least: PositiveInt = 1
-    """Scored responses to one prompt without which the others are left out too."""
+    """Scored responses that a prompt needs. With fewer, all its responses are left out."""
     steps: PositiveInt = 50
     """Batches to train on."""
     max_new_tokens: PositiveInt = 2048
@@ -158,25 +158,28 @@ class Workload(Section):
     prompt_tokens: Distribution = Uniform(low=128, high=384)
     """Lengths of prompts, by prompt id."""
     response_tokens: Distribution = Lognormal(median=300, p95=1200)
-    """Lengths of responses, by rollout id, before the limit; of turns, where there are episodes."""
+    """Lengths of responses before the limit, by rollout id, or of turns if there are episodes."""
     episodes: Episodes | None = None
-    """Turns, answers and waits, where responses have several turns; max_new_tokens counts all."""
+    """Turns, answers and waits, if responses have several turns. max_new_tokens limits their sum.
+    """
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""
     chunks: tuple[PositiveInt, ...] = ()
-    """Chunk sizes by round, as recorded, where the schedule chooses them; empty: it chooses."""
+    """Recorded chunk sizes by round, if the schedule chooses them. Empty: it chooses."""
     deltas: tuple[NonNegativeInt, ...] = ()
-    """Over-commitment by round, likewise."""
+    """Recorded over-commitment by round, likewise."""
     rewards: tuple[float | None, ...] = ()
-    """Rewards by rollout id, as recorded; rollouts without one follow the learning curve."""
+    """Recorded rewards by rollout id. Other rollouts follow the learning curve."""
     failures_allowed: float = 0.0
-    """Reaction to a response that gets no score: stop the run, or drop (leave out) the response."""
+    """Share of a step's responses that may be left out for lack of a score. With more the run
+    stops.
+    """
     seed: Seed = 0
     """Seed of lengths and rewards."""
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a prompt and its response, on average."""
+        """Mean tokens of a prompt and its response."""
         shares = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
         prompts = (self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares))
         if turns := self.turns:
@@ -191,7 +194,7 @@ class Workload(Section):
 
     @property
     def sampling(self) -> Sampling | None:
-        """How a response's turns are limited, where it has several."""
+        """Limits on the turns of a response, or ``None`` without episodes."""
         if self.episodes is None:
             return None
         most = self.episodes.max_turn_tokens or self.max_new_tokens
@@ -219,25 +222,25 @@ class Cluster(Section):
     gpu: str = "h100"
     """Kind of device, for costs that follow from models."""
     efficiency: costs.Efficiency = costs.Efficiency()
-    """Shares of the devices' peak that are reached."""
+    """Shares of the devices' peaks that are reached."""
     cores: NonNegativeInt = 0
-    """CPU cores that the threads of all roles share; 0 for enough."""
+    """CPU cores that the threads of all roles share. 0: enough for all."""
     call_s: NonNegative = 0.0
-    """Seconds that a call of a role is on its way, and its answer, beside its work."""
+    """Seconds that a role's call and its answer spend in transit, in addition to the work."""
     driver: Mapping[str, costs.DriverCost] = {}
-    """Costs of the driver's own work, by the names of its spans (``driver/...``); none without."""
+    """Costs of the driver's own work, by span name (``driver/...``). Other spans cost nothing."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """The generators, at least one."""
     scorers: tuple[ScorerRole, ...] = ()
-    """The scorers; replicas of one scorer on several devices have the same name."""
+    """The scorers. Replicas of one scorer on several devices have the same name."""
     learner: LearnerRole
-    """The learner; there is one."""
+    """The learner."""
     workload: Workload = Workload()
     schedule: ScheduleConfig = ScheduleConfig()
     faults: Faults = Faults()
-    """Calls that go wrong, and processes that die."""
+    """Calls that fail, and processes that die."""
     restarts: NonNegativeInt = 0
-    """Processes that may replace that of a generator or scorer, one after another, for each."""
+    """How many processes may replace each generator's or scorer's, one after another."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -266,7 +269,7 @@ class Cluster(Section):
 
     @property
     def migrating(self) -> Migrating:
-        """The facts for moving stragglers between the generators, once costs are numbers."""
+        """The facts for moving stragglers between generators, once costs are numbers."""
         role, w = self.generators[0], self.workload
         cost = known(role.cost)
         longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
@@ -294,7 +297,7 @@ class Cluster(Section):
 
     @property
     def holding(self) -> HoldLimits | None:
-        """The facts about keys and values of rollouts that wait, once costs are numbers."""
+        """The facts about keys and values of waiting rollouts, once costs are numbers."""
         role, w = self.generators[0], self.workload
         cost, longest = known(role.cost), w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
         if not cost.cache_tokens:
@@ -307,12 +310,12 @@ class Cluster(Section):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a description from a TOML file; raises ConfigError for a fault in it."""
+        """Read a description from a TOML file. Raises ConfigError for errors in it."""
         return recipes.build(changes.read(path), f"'{path}'", cls)
 
 
 def known(cost: C | None) -> C:
-    """Return a role's cost; raises ConfigError if it is no number yet, but follows from a model."""
+    """Return a role's cost. Raises ConfigError if it is not priced, but follows from a model."""
     if cost is None:
         raise ConfigError(
             "a role's costs follow from a model: stretto.planner.formulas.priced(cluster) makes "

@@ -1,6 +1,6 @@
 """Costs of work, in virtual seconds.
 
-Each is linear in the amounts of work, or the longer of two that are. Legend: R rows (rollouts
+Each is linear in the amounts of work, or the maximum of two linear terms. Legend: R rows (rollouts
 decoded together), C context (tokens whose keys and values a step reads), n decode steps.
 """
 
@@ -18,7 +18,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Efficiency(Section):
-    """Shares of a device's peaks that software reaches. Assumptions, every one; vary them."""
+    """Shares of a device's peaks that software reaches. All are assumptions to vary."""
 
     memory: Share = 0.7
     """Share of the memory bandwidth that a decode step reaches."""
@@ -29,42 +29,40 @@ class Efficiency(Section):
     link: Share = 0.7
     """Share of the link's bandwidth."""
     usable: Share = 0.9
-    """Share of a device's memory that can be filled: the rest is for CUDA's and NCCL's own and for
-    what is lost between allocations."""
+    """Usable share of a device's memory. CUDA, NCCL and fragmentation take the rest."""
     optimizer: Share = 0.7
-    """Share of the memory bandwidth that an update of the weights reaches."""
+    """Share of the memory bandwidth that a weight update reaches."""
     step_s: NonNegative = 0.002
-    """Seconds of a decode step beside the device's own work: scheduling, sampling, launches. About
-    0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer."""
+    """Seconds of overhead per decode step: scheduling, sampling, launches. About 0.002 with CUDA
+    graphs. Launching every kernel from Python takes about 0.0008 per layer.
+    """
     reduce_s: NonNegative = 0.00002
-    """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
+    """Seconds of one all-reduce among tensor-parallel devices. A decode step has two per layer."""
     call_s: NonNegative = 0.005
-    """Seconds of a prefill call beside the device's own work."""
+    """Seconds of overhead per prefill call."""
 
 
 class DecodeCost(Section):
-    """The cost of decoding, by a roofline (Williams et al. 2009).
-
-    A step takes ``step_s + row_s * R + context_s * C`` seconds, and beside them the longer of what
-    it reads, ``weights_s + cache_s * C``, and of what it computes, ``product_s * R + attention_s *
-    C``. Costs that are fitted to a run have the first three terms alone. Over n steps in which no
-    row ends, C grows by R a step.
+    """The cost of decoding, by a roofline (Williams et al. 2009). A step takes ``step_s + row_s * R
+    + context_s * C`` seconds, plus the maximum of its memory reads, ``weights_s + cache_s * C``,
+    and its computation, ``product_s * R + attention_s * C``. Costs fitted to a run have only the
+    first three terms. Over n steps in which no row ends, C grows by R per step.
     """
 
     step_s: NonNegative = 0.0
-    """Seconds a step, whatever is in it."""
+    """Seconds per step, independent of its content."""
     row_s: NonNegative = 0.0
-    """Seconds a row."""
+    """Seconds per row."""
     context_s: NonNegative = 0.0
-    """Seconds a token of context."""
+    """Seconds per token of context."""
     weights_s: NonNegative = 0.0
-    """Seconds of reading the weights."""
+    """Seconds to read the weights."""
     cache_s: NonNegative = 0.0
-    """Seconds of reading keys and values of a token."""
+    """Seconds to read a token's keys and values."""
     product_s: NonNegative = 0.0
     """Seconds of a row's products with the weights."""
     attention_s: NonNegative = 0.0
-    """Seconds of a row's attention to a token."""
+    """Seconds of a row's attention to one token."""
 
     def seconds(self, rows: float, context: float, steps: int) -> float:
         """Seconds of n steps of R rows whose context is C before the first."""
@@ -75,14 +73,14 @@ class DecodeCost(Section):
         return total
 
     def at_least(self, steps: float, tokens: float, context: float) -> float:
-        """Seconds, or fewer, of steps that give so many tokens and read so much context in all."""
+        """A lower bound on the seconds of steps with these totals of tokens and context."""
         reads = steps * self.weights_s + context * self.cache_s
         computes = tokens * self.product_s + context * self.attention_s
         beside = steps * self.step_s + tokens * self.row_s + context * self.context_s
         return beside + max(reads, computes)
 
     def speculating(self, s: Speculation) -> DecodeCost:
-        """Return the cost of a token a row where steps read proposed ones, and accept some."""
+        """Return the cost per token and row if steps read proposed tokens and accept some."""
         read = {"row_s", "product_s", "attention_s"}
         costs = {
             name: value * (1 + s.proposed if name in read else 1)
@@ -92,14 +90,14 @@ class DecodeCost(Section):
         return DecodeCost(**{name: value / (1 + s.accepted) for name, value in costs.items()})
 
     def rows_within(self, seconds: float, context: float) -> float:
-        """Return the most rows of so much context each of which a step takes no longer."""
+        """Return the most rows of that context each with which a step fits in ``seconds``."""
         reads = self.step_s + self.weights_s, self.context_s + self.cache_s, self.row_s
         computes = self.step_s, self.context_s + self.attention_s, self.row_s + self.product_s
         each = [(once, token_s * context + row_s) for once, token_s, row_s in (reads, computes)]
         return min((seconds - once) / row_s if row_s else inf for once, row_s in each)
 
     def steps_within(self, rows: int, context: int, seconds: float) -> int:
-        """Return the fewest steps that take at least so long; a step must cost something."""
+        """Return the fewest steps that take at least ``seconds``. A step must cost something."""
         done, left_s = 0, seconds
         for most, first, more in self._stretches(rows, context):
             if left_s <= 0:
@@ -125,33 +123,33 @@ class DecodeCost(Section):
 
 
 def _steps_within(first: float, more: float, seconds: float) -> int:
-    """Return the fewest steps that take at least so long, of which each takes ``more`` longer."""
+    """Return the fewest steps that take at least ``seconds``, each ``more`` longer."""
     # more / 2 n^2 + (first - more / 2) n = seconds
     once = first - more / 2
     root = 2 * seconds / (once + sqrt(once * once + 2 * more * seconds))
-    return ceil(root * (1 - 1e-12))  # a whole number of steps must not become one more
+    return ceil(root * (1 - 1e-12))  # so that rounding does not add a step
 
 
 class Speculation(Section):
     """Steps that verify proposed tokens, while few rows are decoded."""
 
     rows: NonNegativeInt = 0
-    """Rows of a replica up to which steps do; 0: never."""
+    """Rows of a replica up to which steps speculate. 0: never."""
     proposed: NonNegative = 0.0
-    """Tokens that such a step reads beside the newest one, a row."""
+    """Proposed tokens that such a step reads per row, in addition to the newest token."""
     accepted: NonNegative = 0.0
-    """Tokens of them that it keeps, a row on average."""
+    """Proposed tokens that it accepts, per row on average."""
     draft_s: NonNegative = 0.0
-    """Seconds of a step in which a smaller model makes them."""
+    """Seconds per step for the draft model's proposals."""
 
 
 class PrefillCost(Section):
     """A forward pass over known tokens takes ``call_s + token_s * tokens`` seconds."""
 
     call_s: NonNegative = 0.0
-    """Seconds a call."""
+    """Seconds per call."""
     token_s: NonNegative = 0.0
-    """Seconds a token."""
+    """Seconds per token."""
 
     def seconds(self, tokens: int) -> float:
         return self.call_s + self.token_s * tokens if tokens else 0.0
@@ -161,9 +159,9 @@ class SampleCost(Section):
     """A function, verifier or service takes ``call_s + sample_s * responses`` seconds."""
 
     call_s: NonNegative = 0.0
-    """Seconds a call."""
+    """Seconds per call."""
     sample_s: NonNegative = 0.0
-    """Seconds a response."""
+    """Seconds per response."""
 
     def seconds(self, samples: int) -> float:
         return self.call_s + self.sample_s * samples if samples else 0.0
@@ -175,7 +173,7 @@ class DriverCost(Section):
     call_s: NonNegative = 0.0
     """Seconds each time."""
     item_s: NonNegative = 0.0
-    """Seconds an item: a rollout, or a chunk."""
+    """Seconds per item, which is a rollout or a chunk."""
 
     def seconds(self, items: int) -> float:
         return self.call_s + self.item_s * items
@@ -185,11 +183,11 @@ class TrainCost(Section):
     """A step of the learner takes ``step_s + token_s * tokens`` seconds."""
 
     step_s: NonNegative = 0.0
-    """Seconds a step, whatever is in it: optimizer states, communication."""
+    """Fixed seconds per step: optimizer states, communication."""
     token_s: NonNegative = 0.0
-    """Seconds a token (prompt and response): forward and backward, all models, all epochs."""
+    """Seconds per token (prompt and response): forward and backward, all models, all epochs."""
     publish_s: NonNegative = 0.0
-    """Seconds to get a version of the weights ready for the others."""
+    """Seconds to prepare a version of the weights for the other roles."""
 
     def seconds(self, tokens: int) -> float:
         return self.step_s + self.token_s * tokens
@@ -217,10 +215,10 @@ class GeneratorCost(Section):
     transfer: TransferCost = TransferCost()
     """The cost of moving keys and values to another generator."""
     offload: TransferCost = TransferCost(bytes_per_s=2e10)
-    """The cost of moving them to the host's memory, and back."""
+    """The cost of moving them to host memory, and back."""
     cache_bytes: NonNegative = 0.0
-    """Bytes of keys and values a token."""
+    """Bytes of keys and values per token."""
     cache_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens whose keys and values fit into a replica's memory; 0: any number."""
+    """Tokens whose keys and values fit into a replica's memory. 0: unlimited."""
     load_s: NonNegative = 0.0
-    """Seconds to take over a version of the weights."""
+    """Seconds to load a version of the weights."""

@@ -1,8 +1,8 @@
 """Devices that roles occupy while they work, and workers that answer in order.
 
-A *device* works for one call at a time, first come, first served. A *worker* is one role's view of
-its devices: it answers the role's calls in the order in which they were made, and takes down a span
-for each piece of work. Processes on CPUs, each a device, share the machine's *cores*.
+A *device* runs one call at a time, first come, first served. A *worker* is one role's view of its
+devices: it answers the role's calls in the order in which they were made, and records a span for
+each piece of work. CPU processes, one per device, share the machine's *cores*.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from stretto.protocols import Tracer
 
 
 class Device:
-    """A device, which a role that needs several takes in the order of their index.
-
-    So two roles that share some of them never wait for each other in a circle.
+    """A device. A role that needs several acquires them in the order of ``index``. This prevents a
+    deadlock between roles that share some of them.
     """
 
     def __init__(self, index: int) -> None:
@@ -28,17 +27,17 @@ class Device:
 
 
 class Cores:
-    """CPU cores, shared evenly among all threads at work, if these are more."""
+    """CPU cores, shared evenly by all working threads if there are more threads than cores."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._left_s: dict[asyncio.Future[float], float] = {}  # of each piece of work, alone
+        self._left_s: dict[asyncio.Future[float], float] = {}  # of each piece of work at full speed
         self._threads: dict[asyncio.Future[float], int] = {}
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def work(self, seconds: float, threads: int) -> float:
-        """Keep threads at work for so long. Return the end, before now if the loop was busy."""
+        """Occupy threads for that work. Return its end, in the past if the loop was busy."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
         self._settle()
@@ -73,15 +72,14 @@ class Cores:
 
     def _end(self, piece: asyncio.Future[float]) -> None:
         del self._left_s[piece]
-        if not piece.done():  # by cancellation
+        if not piece.done():  # after a cancellation
             piece.set_result(self._timer.when() if self._timer else 0.0)
 
 
 class SimWorker:
-    """The calls of one role, in order, on its devices; a function has none.
-
-    Its threads share ``cores`` with others, ``None`` where there are enough. Each call, and its
-    answer, are on their way for ``call_s``.
+    """Runs the calls of one role in order on its devices. A function has no devices. Its threads
+    share ``cores`` with other roles. ``None`` means that there are enough cores. Each call spends
+    ``call_s`` in transit, including its answer.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class SimWorker:
     @property
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """A call of the role, which others wait for, from when it is made to its answer."""
+        """The time from a call until its answer, during which the role's other calls wait."""
         async with self._turn:
             if self._call_s:
                 await asyncio.sleep(self._call_s / 2)
@@ -111,7 +109,7 @@ class SimWorker:
                 await asyncio.sleep(self._call_s / 2)
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
-        """Occupy all devices for work that takes so long alone, once they are free; record it."""
+        """Occupy all devices, once they are free, for work of that duration, and record it."""
         taken = 0
         try:
             for device in self._devices:
@@ -131,7 +129,7 @@ class SimWorker:
             else:
                 await asyncio.sleep(seconds)
                 ended_s = began_s + seconds
-        finally:  # also of work that is broken off
+        finally:  # also of cancelled work
             ended_s = loop.time() if ended_s is None else ended_s
             self._tracer.add(self.role, name, began_s, max(ended_s, began_s), **attributes)
         for device in self._devices:

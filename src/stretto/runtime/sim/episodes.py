@@ -1,7 +1,7 @@
-"""Episodes in virtual time: turns of so many tokens, and an environment that takes its time.
+"""Episodes in virtual time: turns with token counts, and an environment that takes time to answer.
 
-Turns, answers and waits are a pure function of (seed, rollout id), as response lengths are, so all
-schedules can be compared on the very same episodes.
+Turns, answers and waits are a pure function of (seed, rollout id), like response lengths, so that
+all schedules can be compared on identical episodes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from stretto.types import FinishReason, Observation, Response, episode_of
 
 _NORMAL = NormalDist()
 _TOKENS = np.zeros(1 << 17, np.int32)
-"""Stand-ins for tokens of answers; more than any has."""
+"""Placeholder answer tokens, more than any answer has."""
 _TOKENS.flags.writeable = False
 
 
 class Turn(NamedTuple):
-    """A turn, and what follows it.
+    """A turn and the environment's answer.
 
     Attributes:
-        tokens: that the policy draws.
+        tokens: sampled by the policy.
         wait_s: seconds until the environment has answered.
-        answer: tokens of the answer; 0 where the episode is over.
+        answer: tokens of the answer. 0 if the episode is over.
     """
 
     tokens: int
@@ -41,10 +41,10 @@ class Turn(NamedTuple):
 
 
 class Waits(Section):
-    """Seconds until an environment answers: a lognormal, fitted to its median and p95."""
+    """Seconds until an environment answers: a lognormal with the given median and p95."""
 
     median: NonNegative = 0.5
-    """Seconds; 0 answers at once."""
+    """Seconds. With 0, answers are immediate."""
     p95: NonNegative = 5.0
     """Seconds that one answer in twenty exceeds."""
 
@@ -66,18 +66,19 @@ class Episodes(Section):
     """Responses of several turns, each of which an environment answers after a while."""
 
     turns: Distribution = Uniform(low=2, high=4)
-    """Turns of an episode, by rollout id; the last one ends it."""
+    """Turns of an episode, by rollout id. The last one ends it."""
     answer_tokens: Distribution = Lognormal(median=40, p95=160)
-    """Tokens of an answer, which become part of the response, by rollout id."""
+    """Tokens of an answer, by rollout id. They become part of the response."""
     wait_s: Waits = Waits()
-    """Seconds until a turn is answered; the last one is at once."""
+    """Seconds until a turn is answered. The last turn is answered at once."""
     max_turn_tokens: NonNegativeInt = 0
-    """Token limit of a turn, which ends the episode; 0: none but the response's."""
+    """Token limit of a turn, which ends the episode. 0: only the response's limit."""
     rewarded: bool = False
-    """Whether the environment gives rewards, as the workload has them."""
+    """Whether the environment gives the workload's rewards."""
     recorded: tuple[tuple[tuple[PositiveInt, NonNegative, NonNegativeInt], ...], ...] = ()
-    """Turns of a recorded run in place of all these, by rollout id: of each its tokens, seconds
-    until it was answered, and tokens of the answer; beyond its end they start over."""
+    """Turns of a recorded run, which replace all these settings, by rollout id. Each turn has its
+    tokens, seconds until the answer, and tokens of the answer. Beyond the last episode they repeat.
+    """
 
     def at_once(self) -> Episodes:
         recorded = tuple(tuple((n, 0.0, answer) for n, _, answer in e) for e in self.recorded)
@@ -85,14 +86,14 @@ class Episodes(Section):
 
 
 class Turns:
-    """The turns of each rollout, of which :class:`Lengths` gives a turn's tokens."""
+    """The turns of each rollout, whose token counts come from :class:`Lengths`."""
 
     def __init__(self, episodes: Episodes, lengths: Distribution, seed: int) -> None:
         self._episodes, self._lengths, self._seed = episodes, lengths, seed
         self._first = Lengths(lengths, seed)
 
     def __call__(self, rollout_id: int) -> Sequence[Turn]:
-        """Return all turns of a rollout's episode, before any limit; at least one."""
+        """Return all turns of a rollout's episode, at least one, without token limits."""
         e = self._episodes
         if e.recorded:
             return [Turn(*turn) for turn in e.recorded[rollout_id % len(e.recorded)]]
@@ -113,18 +114,17 @@ class Turns:
 
 
 def turn_of(response: Response) -> int:
-    """Return the number of the turn that a response is in, or ends with, from 0."""
+    """Return the index of the turn that a response is in, or ends with, from 0."""
     if response.sampled is None:
         return 0
-    drawn = np.concatenate([[True], response.sampled])  # a prompt is before the first turn
+    drawn = np.concatenate([[True], response.sampled])  # a prompt precedes the first turn
     return int((drawn[:-1] & ~drawn[1:]).sum())
 
 
 class SimEnvironment:
-    """An environment that answers turns as ``turns`` say, each once its wait is over.
-
-    Calls wait side by side, and occupy no device. An episode earns ``reward`` at its end, of its
-    rollout's id and the version of its last tokens.
+    """An environment that answers turns as ``turns`` define, each after its wait. Calls wait in
+    parallel and occupy no device. At its end an episode earns ``reward``, a function of the rollout
+    id and the version of its last tokens.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SimEnvironment:
         return Observation(response.id, k + 1, _TOKENS[: turn.answer], record=record)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Close nothing: nothing is open."""
+        """Do nothing, as no environment is open."""
 
     def _end(self, response: Response, k: int, because: str) -> Observation:
         reward = self._reward(episode_of(response.id), response.version)

@@ -1,7 +1,7 @@
-"""Roles that fail, on purpose and reproducibly.
+"""Roles that fail on purpose and reproducibly.
 
 The fault of a call, if any, is a pure function of (seed, role, number of the call). A role whose
-process has died answers every call with ``RoleLostError``, until it is restarted.
+process has died answers every call with ``RoleLostError`` until it is restarted.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ R = TypeVar("R")
 
 
 class InjectedError(RuntimeError):
-    """The error that a faulty role raises: none that a schedule could know."""
+    """The error that a faulty role raises. No schedule can know its type."""
 
 
 class Faults(Section):
-    """Shares of a role's calls that go wrong, by the way they do; they add up to at most 1."""
+    """Shares of a role's calls that fail, by kind of failure. Their sum is at most 1."""
 
     seed: int = 0
     """Seed of all draws."""
     raises: Fraction = 0.0
-    """The call does its work and raises instead of answering."""
+    """The call does its work and then raises an error."""
     hangs: Fraction = 0.0
     """The call never answers."""
     dawdles: Fraction = 0.0
@@ -41,19 +41,19 @@ class Faults(Section):
     slow_factor: float = 10.0
     """Factor by which a slow call takes longer."""
     dies: Fraction = 0.0
-    """The process dies within a second, or at the call's end; of generators and scorers alone."""
+    """The process dies within a second, or at the call's end. Generators and scorers only."""
     restart_s: NonNegative = 0.0
-    """Seconds that it takes to start a new process."""
+    """Seconds to start a new process."""
     restart_fails: Fraction = 0.0
     """Share of new processes that die as they start."""
     slow_loads: Fraction = 0.0
     """Share of weight syncs that take ``slow_factor`` times as long."""
     unscored: Fraction = 0.0
-    """Share of scores that are failures; of scorers alone."""
+    """Share of scores that are failures. Scorers only."""
 
 
 class _Faulty:
-    """A role whose calls and answers suffer faults; calls stay in order."""
+    """Injects faults into a role's calls and answers. Calls stay in order."""
 
     def __init__(self, role: Any, faults: Faults, name: str, *, mortal: bool) -> None:
         self._role, self._faults, self._name, self._mortal = role, faults, name, mortal
@@ -105,7 +105,7 @@ class _Faulty:
         raise RoleLostError(self._name, cause, "made-to-die")
 
     async def restart(self) -> None:
-        f, self._dead = self._faults, True  # calls that still wait are the old process's
+        f, self._dead = self._faults, True  # fails calls still waiting for the old process
         async with self._turn:
             number, self._restarts = self._restarts, self._restarts + 1
             await asyncio.sleep(f.restart_s)

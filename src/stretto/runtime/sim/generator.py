@@ -1,20 +1,19 @@
-"""The generator in virtual time: it costs what a cost model says, and samples nothing.
+"""The generator in virtual time: it takes the time of a cost model and samples nothing.
 
-Tokens are placeholders, and lengths come from a distribution. Calls that break the order of things
-(a rollout admitted twice, or after its end) are errors here as with a real engine. As in continuous
-batching rollouts wait for a slot, are prefilled, and then get one token a decode step together with
-all others, until they end and their slot goes to the next.
+Tokens are placeholders, and lengths come from a distribution. Calls out of order (a rollout
+admitted twice, or after its end) are errors as with a real engine. As in continuous batching,
+rollouts wait for a slot, are prefilled, and then get one token per decode step together with all
+others, until they end and their slot goes to the next.
 
-In an episode a rollout leaves its slot when its turn has ended. Its keys and values stay, or go to
-the host or are dropped as :meth:`SimGenerator.hold` says; those that have been there longest are
-dropped where rows that decode need the room.
+In an episode a rollout leaves its slot when its turn has ended. Its keys and values stay, move to
+the host or are dropped, see :meth:`SimGenerator.hold`. If decoding rows need the room, those parked
+longest are dropped.
 
-Where steps verify proposed tokens, a step is counted for each token that a row gets: it costs so
-much less.
+If steps verify proposed tokens, each token of a row counts as a step with a lower cost.
 
-Rows are never walked step by step. All rows of a replica share one count of steps, so that a row is
-two numbers, the steps at which it came and at which it will end; a call costs time in proportion to
-the rows that end in it, and to the chunks that it returns.
+Rows are never stepped one by one. All rows of a replica share one step counter, so that a row is
+two numbers, the steps at which it came and at which it will end. The cost of a call is proportional
+to the rows that end in it, and to the chunks that it returns.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ from stretto.types import (
 )
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
-"""Stand-ins for sampled tokens and their log-probabilities; longer than any response."""
+"""Placeholders for sampled tokens and their log-probabilities, longer than any response."""
 for _stand_in in (_TOKENS, _LOGPROBS):
     _stand_in.flags.writeable = False
 
 
 @dataclass(slots=True)
 class SimRow:
-    """A rollout that is being decoded; rows of one group share a prompt, whose cache they can copy.
+    """A rollout being decoded. Rows of one group share a prompt, whose cache they can copy.
 
     Attributes:
         prompt: its tokens.
-        tokens: response tokens that have been returned.
+        tokens: response tokens already returned.
         length: response tokens at its end, or its turn's.
         cached: prompt and response tokens whose keys and values came with it.
-        base: the replica's count of steps minus the row's tokens, while it has a slot.
+        base: the replica's step counter minus the row's tokens, while it has a slot.
     """
 
     id: int
@@ -73,7 +72,7 @@ class SimRow:
 
 
 class Replica:
-    """A copy of the model, with its slots; 0 for as many as there are rollouts."""
+    """A copy of the model with its slots. 0 slots: unlimited."""
 
     def __init__(self, cost: GeneratorCost, slots: int, speculation: Speculation) -> None:
         self._cost, self._slots, self._speculating = cost, slots, speculation.rows
@@ -81,18 +80,18 @@ class Replica:
         self.waiting: deque[SimRow] = deque()
         self.rows: dict[int, SimRow] = {}
         self.step = 0
-        self._ends: list[tuple[int, int]] = []  # (step, rollout id); left behind by those that went
+        self._ends: list[tuple[int, int]] = []  # (step, rollout id), including stale entries
         self._in_rows = 0  # tokens
-        self._longest: list[tuple[int, int]] = []  # (base - prompt, rollout id); likewise
+        self._longest: list[tuple[int, int]] = []  # (base - prompt, rollout id), likewise
         self._reserved = 0  # tokens of the cache, at the end of all rows
         self._to_prefill = 0
         self._void = False
         self._groups: Counter[int] = Counter()
-        self.parked: dict[int, int] = {}  # tokens whose keys and values are kept, the oldest first
+        self.parked: dict[int, int] = {}  # tokens with cached keys and values, oldest first
         self._in_parked = 0
         self.time_s = 0.0  # since the call began
-        self.left = 0  # steps of the call
-        self.event_s = inf  # when the next event is; infinite when there is no more to do
+        self.left = 0  # steps left in the call
+        self.event_s = inf  # time of the next event, infinite if there is none
         self._event_steps = 0
         self.work: Counter[str] = Counter()  # of the call
 
@@ -108,14 +107,14 @@ class Replica:
         return self._advance(self._event_steps)
 
     def advance_until(self, time_s: float) -> list[SimRow]:
-        """Finish the step under way at this time of the call; return the rows that end by then."""
+        """Run to the end of the step in progress at ``time_s``. Return the rows that ended."""
         most = self._event_steps
         if not most or time_s <= self.time_s:
             return []
         return self._advance(self._steps_within(time_s - self.time_s, most))
 
     def take_out(self, rollout_id: int) -> SimRow:
-        """Remove a row, which keeps what it needs to go on elsewhere; KeyError for an unknown."""
+        """Remove a row with what it needs to continue elsewhere. KeyError if unknown."""
         for row in self.waiting:
             if row.id == rollout_id:
                 self.waiting.remove(row)
@@ -125,7 +124,7 @@ class Replica:
         return row
 
     def void_cache(self) -> None:
-        """Have the keys and values of all rows made again."""
+        """Drop the keys and values of all rows, which are then recomputed."""
         self._void = True
         for row in self.waiting:
             row.cached = 0
@@ -142,7 +141,7 @@ class Replica:
         return tokens
 
     def fill(self) -> None:
-        """Give free slots to waiting rollouts, prefill what is not cached, plan the next event."""
+        """Fill free slots, prefill everything not cached, and plan the next event."""
         if self._void:
             self._to_prefill, self._void = self._tokens_of_rows(), False
         while self.waiting and self.left and self._has_room(self.waiting[0]):
@@ -243,15 +242,15 @@ class Replica:
 def decode(
     replicas: Sequence[Replica], max_steps: int, stop_after: int
 ) -> tuple[list[SimRow], float, dict[str, float]]:
-    """Make a decode call on all replicas, each at its own pace, of so many tokens a row at most.
+    """Run a decode call of at most ``max_steps`` on all replicas, each at its own pace.
 
-    Return the rows that ended, in the order in which they did (by id at one instant), the seconds
-    that it took, and the work of all: decode steps of the replica that took the most; tokens that
-    were decoded, prefilled and read; and seconds for which replicas waited, on average.
+    Returns the rows that ended, in order of time (then of steps and id), the duration in seconds,
+    and the work: decode steps of the replica with the most, tokens decoded, prefilled and read over
+    all replicas, and the mean seconds for which replicas waited.
 
     Args:
-        stop_after: once so many rows have ended, every replica finishes its step and stops; 0 does
-            not stop. The end of a turn does not count.
+        stop_after: once this many rows have ended, every replica finishes its step and stops.
+            0: never. The end of a turn does not count.
     """
     for replica in replicas:
         replica.begin(max_steps)
@@ -286,11 +285,10 @@ def decode(
 
 
 class SimGenerator:
-    """A generator that decodes to ``lengths`` of rollouts known beforehand, or ``turns`` of them.
-
-    Rollouts go to the replica with the fewest, and stay there, over their waits too while their
-    keys and values are kept; a call occupies all devices. State: the version. Rollouts in flight
-    are the schedule's to save, as with a real engine.
+    """A generator that decodes rollouts to predefined ``lengths``, or through predefined ``turns``.
+    Rollouts go to the replica with the fewest, and stay there, even between turns while their keys
+    and values are kept. A call occupies all devices. The state is the version. The schedule saves
+    rollouts in flight, as with a real engine.
     """
 
     def __init__(
@@ -314,7 +312,7 @@ class SimGenerator:
         ]
         self._home: dict[int, Replica] = {}
         self._parked: dict[int, Replica] = {}
-        self._on_host: dict[int, int] = {}  # tokens of those whose keys and values are there
+        self._on_host: dict[int, int] = {}  # tokens with keys and values on the host
         self.version = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
@@ -348,9 +346,8 @@ class SimGenerator:
                 self._unpark(id_)
 
     async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
-        """Say what becomes of keys and values of rollouts that wait; others are ignored.
-
-        Those that are not kept do not come back before their rollout goes on.
+        """Apply ``how`` to keys and values of parked rollouts. Other ids are ignored. Dropped or
+        offloaded ones do not return before their rollout continues.
         """
         async with self._worker.turn:
             moved = 0
@@ -374,7 +371,7 @@ class SimGenerator:
         return self._on_host.pop(rollout_id, 0)
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
-        """Let go of rollouts; the time that moving a cache takes is the receiver's."""
+        """Release rollouts. The receiver accounts for the time of moving a cache."""
         async with self._worker.turn:
             here = self._home | self._parked
             wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in here]

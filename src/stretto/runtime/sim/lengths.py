@@ -1,7 +1,7 @@
 """Distributions of response lengths, and a model of rewards.
 
 A length is a pure function of (seed, rollout id): the inverse distribution function at one uniform
-number. So all schedules can be compared on the very same responses.
+number. All schedules can thus be compared on identical responses.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from stretto.errors import RuleError
 _NORMAL = NormalDist()
 
 
-@lru_cache(1 << 18)  # runs of a search ask for the same ones
+@lru_cache(1 << 18)  # a search simulates the same rollouts many times
 def uniform(*key: int | str) -> float:
-    """A number in (0, 1) that looks random and is a pure function of the key."""
+    """A pseudo-random number in (0, 1), as a pure function of the key."""
     digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") + 0.5) * 2.0**-64
 
 
 class Lognormal(Section):
     """A lognormal, the usual shape: most responses are short, the longest many times as long.
-
-    Fitted to its median and to one more percentile.
+    Defined by its median and one other percentile.
     """
 
     kind: Literal["lognormal"] = "lognormal"
@@ -41,7 +40,7 @@ class Lognormal(Section):
     p95: float | None = None
     """Tokens that one response in twenty exceeds."""
     p99: float | None = None
-    """Tokens that one in a hundred exceeds; give this or p95."""
+    """Tokens that one in a hundred exceeds. Give this or p95."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -91,9 +90,9 @@ class Bimodal(Section):
     short: Positive = 100.0
     """Tokens of a short answer."""
     long: Positive = 1000.0
-    """Tokens of a long one."""
+    """Tokens of a long answer."""
     long_share: Fraction = 0.2
-    """Share of the long ones."""
+    """Share of long answers."""
     spread: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Lengths are uniform in mode * (1 - spread) .. mode * (1 + spread)."""
 
@@ -115,7 +114,7 @@ class Geometric(Section):
 
 
 class Drifting(Section):
-    """A lognormal whose median moves as training goes on."""
+    """A lognormal whose median moves during training."""
 
     kind: Literal["drifting"] = "drifting"
     first: Positive = 100.0
@@ -123,7 +122,7 @@ class Drifting(Section):
     last: Positive = 400.0
     """Median from ``over`` rollouts on."""
     over: PositiveInt = 10_000
-    """Rollouts during which it moves, evenly in the logarithm."""
+    """Rollouts over which the median moves, linearly in the logarithm."""
     p95_ratio: Annotated[float, Field(ge=1)] = 4.0
     """The 95th percentile, in medians."""
 
@@ -135,20 +134,22 @@ class Drifting(Section):
 
 
 class HeavyTail(Section):
-    """A Pareto distribution: the longest responses are out of all proportion."""
+    """A Pareto distribution: the longest responses are extremely long."""
 
     kind: Literal["heavy_tail"] = "heavy_tail"
     shortest: Positive = 50.0
     """Tokens."""
     exponent: Positive = 1.2
-    """The share of responses beyond x falls as x to this power; the mean is finite above 1."""
+    """The share of responses beyond x falls like x to the power -exponent. The mean is finite above
+    1.
+    """
 
     def quantile(self, u: float, rollout_id: int) -> float:
         return float(self.shortest * (1 - u) ** (-1 / self.exponent))
 
 
 class Replayed(Section):
-    """The lengths of a recorded run, by rollout id; beyond its end they start over."""
+    """The lengths of a recorded run, by rollout id. Beyond the last rollout they repeat."""
 
     kind: Literal["replayed"] = "replayed"
     tokens: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -158,9 +159,8 @@ class Replayed(Section):
     def from_ledger(
         cls, tokens_by_id: Mapping[int, int], so_far: Mapping[int, int] = {}
     ) -> Replayed:
-        """Take the lengths of rollouts that ended; unknown ones get the median length.
-
-        Rollouts that had not ended get the median of all that became longer than ``so_far``.
+        """Use the lengths of finished rollouts. Unknown rollouts get the median length. Unfinished
+        rollouts get the median of all lengths greater than their length in ``so_far``.
         """
         known = sorted(tokens_by_id.values())
         middle = round(median(known))
@@ -176,11 +176,11 @@ Distribution = Annotated[
     Lognormal | Uniform | Bimodal | Geometric | Drifting | HeavyTail | Replayed,
     Field(discriminator="kind"),
 ]
-"""Its ``quantile(u, rollout_id)`` gives the tokens at the share ``u``, for this rollout."""
+"""``quantile(u, rollout_id)`` gives the tokens at the share ``u`` for this rollout."""
 
 
 class Lengths:
-    """Response lengths of a run by rollout id, without a limit; at least 1."""
+    """Response lengths of a run by rollout id, at least 1, without an upper limit."""
 
     def __init__(self, distribution: Distribution, seed: int) -> None:
         self._distribution, self._seed = distribution, seed
@@ -191,10 +191,9 @@ class Lengths:
 
 
 class LearningCurve(Section):
-    """A model of what training does to rewards; no claim about any task.
-
-    The mean reward of version v is ``last + (first - last) * exp(-v / versions)``; a response's own
-    reward is spread evenly around it.
+    """A model of how training changes rewards. It claims nothing about any task. The mean reward of
+    version v is ``last + (first - last) * exp(-v / versions)``. Rewards of single responses are
+    uniform around it.
     """
 
     first: float = 0.0
@@ -202,7 +201,7 @@ class LearningCurve(Section):
     last: float = 1.0
     """Mean reward that training converges to."""
     versions: NonNegative = 50.0
-    """Syncs after which the distance to ``last`` has fallen to 37 %; 0: converged at once."""
+    """Syncs until the distance to ``last`` has fallen to 37 %. 0: immediately converged."""
     spread: NonNegative = 0.5
     """Largest distance of a response's reward from the mean."""
 

@@ -1,8 +1,8 @@
 """An asyncio event loop in virtual time: nothing sleeps, and the order of events is reproducible.
 
-Time stands still while callbacks run, unless one says what it takes (:func:`spend`), and jumps to
-the next timer once none is left. So a schedule that would take an hour on a cluster takes as long
-as its own Python code, and two runs of one program are the same, event by event.
+Time stands still while callbacks run, unless one declares its duration (:func:`spend`), and jumps
+to the next timer once no callback is ready. A schedule that would take an hour on a cluster thus
+takes only the time of its Python code, and two runs of one program are equal, event by event.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ _FIRST_SWEEP = 256
 
 
 class VirtualClock:
-    """The time of the loop that is running, in seconds since it was made."""
+    """The time of the running loop, in seconds since its creation."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
 class _Task(asyncio.Task[Any]):
-    """A task whose place in a set follows the order of creation instead of its memory address.
-
-    asyncio keeps tasks in sets and walks them, for instance to cancel a group. With the usual hash
-    the order of that walk would differ between two runs of the same program.
+    """A task whose hash follows the order of creation instead of its memory address. asyncio keeps
+    tasks in sets and iterates over them, for example to cancel a group. With the usual hash that
+    order would differ between two runs of the same program.
     """
 
     order: int
@@ -53,10 +52,10 @@ class _Task(asyncio.Task[Any]):
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop that runs callbacks in virtual time. No sockets, no threads, no signals.
 
-    Callbacks run in the order in which they were made; timers in the order of their times, and
-    those of one instant in the order in which they were set. With ``shuffle``, callbacks that are
-    ready at the same moment run in an order drawn from ``seed`` instead: each seed is another
-    interleaving that a real machine could have shown, and can be repeated.
+    Callbacks run in the order of creation. Timers run in the order of their times, and at the same
+    time in the order in which they were set. With ``shuffle``, callbacks ready at the same moment
+    run in an order drawn from ``seed`` instead. Each seed is a reproducible interleaving that could
+    happen on a real machine.
     """
 
     _ready: deque[asyncio.Handle]
@@ -82,18 +81,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Call back at a virtual time, or as soon as possible when that is past."""
+        """Call back at a virtual time, or as soon as possible if that is past."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self.orders), timer))
         if len(self._timers) > self._sweep_at:
-            # Deadlines are set and cancelled by the thousand, long before their time comes.
+            # Deadlines are set and cancelled by the thousand, long before they expire.
             self._timers = [t for t in self._timers if not t[2].cancelled()]
             heapq.heapify(self._timers)
             self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._timers))
         return timer
 
     def spend(self, seconds: float) -> None:
-        """Let time pass within a callback: what was due meanwhile comes late."""
+        """Let time pass within a callback, so that timers due meanwhile run late."""
         self._now_s += seconds
 
     @staticmethod
@@ -127,7 +126,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _advance(self) -> None:
-        """Move on to the next instant that has a timer; StalledError if there is no timer."""
+        """Advance to the time of the next timer. StalledError if there is no timer."""
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
@@ -181,14 +180,14 @@ def spend(seconds: float) -> None:
 
 
 def run(main: Coroutine[Any, Any, T], *, seed: int = 0, shuffle: bool = False) -> T:
-    """Run a coroutine to its end in virtual time; tasks it leaves behind are cancelled.
+    """Run a coroutine to its end in virtual time, and cancel the tasks it leaves behind.
 
-    Raises StalledError if everything waits and no timer is set, or tasks wake each other without
-    end.
+    Raises StalledError if everything waits and no timer is set, or if tasks wake each other
+    endlessly.
 
     Args:
-        seed: of the order of simultaneous callbacks; used with ``shuffle`` alone.
-        shuffle: permute callbacks that are ready at the same moment.
+        seed: of the order of simultaneous callbacks, with ``shuffle`` only.
+        shuffle: permute callbacks ready at the same moment.
     """
     loop = VirtualLoop(seed, shuffle)
     try:

@@ -1,7 +1,6 @@
-"""Scorers and the learner in virtual time: they cost what a cost model says, and compute nothing.
+"""Scorers and the learner in virtual time: they take the time of a cost model and compute nothing.
 
-Calls that break the order of things (a chunk out of place, a score for a rollout that has not
-ended) are errors here as with real roles.
+Calls out of order (a wrong chunk, a score for an unfinished rollout) are errors as with real roles.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from stretto.types import (
 )
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
-"""Zeros that per-token scores are slices of; longer than any response."""
+"""Zeros to slice per-token scores from, longer than any response."""
 _NUMBERS.flags.writeable = False
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A rollout at a scorer: its tokens, of which ``cached`` are prefilled, ``sampled`` drawn."""
+    """A rollout at a scorer: its tokens, of which ``cached`` are prefilled and ``sampled`` sampled."""
 
     prompt: int
     tokens: int
@@ -45,9 +44,8 @@ class _Pending:
 
 
 class SimScorer:
-    """A reward model, the reference, the critic, or a function; the worker's role is its name.
-
-    ``reward`` gives that of a rollout id and the version of its last token, for kind ``reward``.
+    """A reward model, the reference, the critic, or a function, named like its worker's role. For
+    kind ``reward``, ``reward`` maps a rollout id and the version of its last token to its reward.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class SimScorer:
         self._pending: dict[int, _Pending] = {}
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        """Learn of responses; their prompts are worked on with their first chunk."""
+        """Register responses. Their prompts are prefilled with the first chunk."""
         async with self._worker.turn:
             for r in responses:
                 if r.id in self._pending:
@@ -110,7 +108,7 @@ class SimScorer:
                 self._pending.pop(id_, None)
 
     async def load(self, weights: WeightsRef) -> None:
-        """Score with these weights from now on; what is prefilled is void."""
+        """Score with these weights from now on. Invalidates everything prefilled."""
         async with self._worker.turn:
             if self._role.load_s:
                 await self._worker.work("load", self._role.load_s, version=weights.version)
@@ -155,14 +153,14 @@ def _has_ended(finish: FinishReason | None) -> bool:
 
 
 class SimLearner:
-    """A learner that only takes time; its state is the version."""
+    """A learner that only takes time. Its state is the version."""
 
     def __init__(self, worker: SimWorker, role: LearnerRole) -> None:
         self._worker, self._role, self._cost = worker, role, known(role.cost)
         self.version = 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step; return the mean reward, staleness and the responses' rewards."""
+        """Take one step. Return the mean reward, staleness and the responses' rewards."""
         async with self._worker.turn:
             tokens = self._tokens(batch)
             await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)

@@ -55,7 +55,7 @@ class SimResult:
         utilisation: share of the makespan in which a role worked.
         idle_s: seconds in which it did not, by (role, cause).
         device_utilisation: share of the makespan in which a device worked, by number.
-        ledger: dispatched, trained, rejected by reason, and what is in flight.
+        ledger: dispatched, trained and in flight, and rejected by reason.
     """
 
     steps: Sequence[Stats]
@@ -69,7 +69,7 @@ class SimResult:
 
 
 class _DriverSpans(Spans):
-    """A recorder in virtual time, where the driver's own work takes what it costs."""
+    """A recorder in virtual time, in which the driver's own work takes its modelled time."""
 
     def __init__(self, costs: Mapping[str, DriverCost]) -> None:
         super().__init__(VirtualClock())
@@ -91,14 +91,14 @@ def simulate(
     shuffle: bool = False,
     advance: Advance = unseen,
 ) -> SimResult:
-    """Run the description's schedule for so many of its steps, or all (0).
+    """Simulate ``steps`` steps of the description's schedule, or all of them (0).
 
     Raises ConfigError if costs follow from models (see :func:`stretto.planner.formulas.priced`),
-    StalledError if a role did not answer in time, or nothing could ever happen again.
+    StalledError if a role did not answer in time, or if no further event is possible.
 
     Args:
-        seed: of the order of simultaneous events; used with ``shuffle`` alone.
-        shuffle: explore orders of simultaneous events.
+        seed: of the order of simultaneous events, with ``shuffle`` only.
+        shuffle: permute simultaneous events.
     """
     found = _simulate(cluster, steps or cluster.workload.steps, advance)
     return run(found, seed=seed, shuffle=shuffle)
@@ -130,7 +130,7 @@ async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult
         makespan_s=makespan_s,
         samples_per_s=samples / makespan_s if makespan_s else 0.0,
         utilisation=shares["utilisation"],
-        # Names of roles may have slashes, causes have none.
+        # Names of roles may contain slashes, causes do not.
         idle_s={key.rpartition("/")[::2]: s for key, s in shares["idle_s"].items()},
         device_utilisation=[d.busy_s / makespan_s if makespan_s else 0.0 for d in roles.devices],
         ledger=schedule.ledger.state_dict(),
@@ -138,7 +138,7 @@ async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult
 
 
 def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
-    """Make the schedule that the description asks for; call it in a running loop."""
+    """Make the schedule of the description. Must be called in a running loop."""
     w, engines, schedule = cluster.workload, len(cluster.generators), cluster.schedule
     settings = Settings(
         w.batch,
@@ -177,7 +177,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
 
 
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
-    """Make the description's roles, with its faults, on its devices; call it in a running loop."""
+    """Make the description's roles, with its faults, on its devices, in a running loop."""
     devices = [Device(i) for i in range(cluster.device_count)]
     w = cluster.workload
     lengths, turns = Lengths(w.response_tokens, w.seed), w.turns or (lambda rollout_id: ())
