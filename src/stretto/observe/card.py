@@ -20,7 +20,7 @@ from stretto.observe.run_directory import RunDirectory
 
 NAME = "README.md"
 _SHOWN = ("objective/", "reward/", "loss/", "policy/", "eval/", "train/", "held_out/")
-"""Beginnings of the names of metrics that a card lists."""
+"""Prefixes of metrics that a card lists."""
 _SIGNED = re.compile(r"<!-- stretto: ([0-9a-f]{64}) -->\n")
 
 
@@ -29,12 +29,12 @@ def write_card(
 ) -> None:
     """Write the card of a run's model, and of the adapter in its subfolder.
 
-    A card that was edited is kept: the last line of a card has the SHA-256 of the lines above.
+    An edited card is kept. To detect edits, a card's last line has the SHA-256 of the lines above.
 
     Args:
         method: an algorithm, 'sft' or 'reward'.
-        rows: trained on, as far as known.
-        folder: of the model; by default the run's own.
+        rows: trained on, if known.
+        folder: of the model, by default the run's own.
     """
     folder = folder or run.model
     for place, library in ((folder, "transformers"), (folder / "adapter", "peft")):
@@ -67,7 +67,7 @@ def _lines(run: RunDirectory, method: str, rows: int | None, library: str) -> It
     yield f"pipeline_tag: {'text-classification' if method == 'reward' else 'text-generation'}"
     if hub_name(dataset):
         yield f"datasets: [{json.dumps(hub_name(dataset))}]"
-    # A path to the user's own code is no tag.
+    # A path to the user's own code is not a tag.
     yield f"tags: {json.dumps(['stretto', *([] if ':' in method else [method])])}"
     yield "---"
     yield f"\n# {plain_markdown(run.name)}\n"
@@ -84,7 +84,7 @@ def _lines(run: RunDirectory, method: str, rows: int | None, library: str) -> It
 
 def _facts(run: RunDirectory, data: str, rows: int | None) -> Mapping[str, str]:
     start: dict[str, Any] = {}
-    with suppress(StateError, IndexError):  # a damaged record of the machine ends nothing
+    with suppress(StateError, IndexError):  # ignore a damaged record of the machine
         start = run.read_starts()[-1]
     command = str(start.get("command", ""))
     facts = {"data": _code(data)}
@@ -103,14 +103,13 @@ def _table(head: str, cells: Mapping[str, str]) -> Iterator[str]:
 
 
 def plain_markdown(text: str, line_break: str = " ") -> str:
-    """Escape text for Markdown, in one line. Entities stand for < and >, because Python-Markdown,
-    which TensorBoard uses, knows no backslash before them.
-    """
+    """Escape text for Markdown, in one line. Entities replace < and >, because Python-Markdown,
+    which TensorBoard uses, knows no backslash before them."""
     lines = line_break.join(text.splitlines())
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", escape(lines, quote=False))
 
 
 def _code(text: str) -> str:
-    """Return text as code in a cell of a table, whatever it has."""
+    """Return any text as code in a table cell."""
     fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence} {' '.join(text.split())} {fence}".replace("|", "\\|") if text else "none"

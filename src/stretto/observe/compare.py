@@ -1,10 +1,7 @@
-"""Several ways to run the same training, side by side in one table.
-
-The figures are those that overlapping is about: how fast samples go through, how long and how many
-steps it takes to reach a reward, what reward is reached in the end, how stale the samples were, and
-how busy each role was. Rewards of single steps are noisy, so they are smoothed before they are
-compared with a target.
-"""
+"""Several ways to run the same training, compared in one table. The metrics show the effects of
+overlapping: samples per second, time and steps to reach a reward, final reward, staleness of the
+samples, and busy time of each role. Rewards of single steps are noisy, so they are smoothed before
+they are compared with a target."""
 
 from __future__ import annotations
 
@@ -21,33 +18,33 @@ from stretto.observe.report.runs import LoadedRun, shares
 from stretto.saying import padded
 
 BASELINE = "sync"
-"""The variant that speed-ups are relative to, and that the target reward is taken from."""
+"""The variant that speed-ups are relative to and that sets the target reward."""
 
 SMOOTHED_STEPS = 10
-"""Steps that a smoothed reward is the mean of; half the steps of a run shorter than twice that."""
+"""Steps that rewards are averaged over, or half the steps of a run shorter than twice that."""
 
 TARGET_SHARE = 0.95
-"""Share of the baseline's own rise in reward that is the target, if none is given."""
+"""Default target, as a share of the baseline's rise in reward."""
 
 LEVEL = 0.95
-"""Share of confidence intervals that hold the true mean."""
+"""Level of confidence intervals."""
 
 _LEVEL_TEXT = f"{100 * LEVEL:.0f} %"
 
 Values = Sequence[float | None]
-"""A figure of a variant's runs; ``None`` for a run that lacks it, or did not reach the target."""
+"""A metric of a variant's runs, ``None`` for a run without it or that missed the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """Figures to compare of one run that took all its steps."""
+    """Metrics to compare of one completed run."""
 
     variant: str
     seed: int
     times_s: Sequence[float]  # since the run's start, at the end of each step
     samples: Sequence[int]  # responses trained on in each step
     metrics: Sequence[Mapping[str, Any]]  # of each step
-    utilisation: Mapping[str, float]  # share of the run's time in which a role worked, by role
+    utilisation: Mapping[str, float]  # busy share of the run's time, by role
 
     @classmethod
     def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
@@ -73,7 +70,7 @@ def smoothed(rewards: Sequence[float], window: int) -> list[float]:
 
 
 class Interval(NamedTuple):
-    """A mean with the interval that the true one lies in, at :data:`LEVEL`."""
+    """A mean with its confidence interval, at :data:`LEVEL`."""
 
     mean: float
     low: float
@@ -81,7 +78,7 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean of values that scatter normally; ``None`` for fewer than two of them."""
+    """Return the mean of normally distributed values, or ``None`` for fewer than two."""
     if len(values) < 2:
         return None
     mean = fmean(values)
@@ -90,15 +87,14 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """Return the geometric mean of positive ratios, whose logarithms scatter normally. They are of
-    paired measurements: what a pair has in common, a seed for one, cancels."""
+    """Return the geometric mean of positive, log-normally distributed ratios of paired
+    measurements. Common effects of a pair, for example of its seed, cancel."""
     found = mean_interval([math.log(ratio) for ratio in ratios])
     return found and Interval(*map(math.exp, found))
 
 
 def t_quantile(freedom: int, level: float = LEVEL) -> float:
-    """Return the t that Student's distribution stays within, on both sides, with probability
-    ``level``, for ``freedom`` degrees of freedom."""
+    """Return the two-sided quantile of Student's t for ``freedom`` degrees of freedom."""
     low, high = 0.0, math.pi / 2
     for _ in range(100):  # halves the range of the angle down to rounding
         middle = (low + high) / 2
@@ -108,7 +104,7 @@ def t_quantile(freedom: int, level: float = LEVEL) -> float:
 
 def _within(angle: float, freedom: int) -> float:
     """Return the probability of \\|t\\| below ``sqrt(freedom) tan(angle)``, by finite sums for odd
-    and for even degrees of freedom (Abramowitz and Stegun 26.7.3, 4)."""
+    and even degrees of freedom (Abramowitz and Stegun 26.7.3, 4)."""
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
     total = 0.0
@@ -120,12 +116,10 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def verdict(what: str, ratios: Mapping[str, Values]) -> str:
-    """Say in a sentence which variants are better or worse than the baseline in a quantity that is
-    the better the smaller it is; ``ratios`` are the baseline's over the variant's own, by seed.
-
-    A difference is significant where the interval of the mean ratio leaves out 1. A variant with a
-    pair that lacks a ratio is not judged: the pairs that have one are a selection.
-    """
+    """Describe which variants are better or worse than the baseline in a quantity to be minimized.
+    ``ratios`` are the baseline's over the variant's own, by seed. A difference is significant if
+    the interval of the mean ratio excludes 1. A variant with a pair that lacks a ratio is not
+    judged, because the remaining pairs are a selection."""
     fewer, more, either, unknown = found = [list[str]() for _ in range(4)]
     for variant, pairs in ratios.items():
         known = _known(pairs)
@@ -164,13 +158,13 @@ def _known(values: Values) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """A figure of runs, a row of the table."""
+    """A metric of runs, a row of the table."""
 
     key: str
     label: str
     write: Callable[[float], str] = three_digits
     of_target: bool = False  # about reaching the target: less is better, means have intervals
-    over: str = ""  # the figure of which it is the ratio to the baseline's run of the same seed
+    over: str = ""  # ratio of this metric to the baseline's run of the same seed
 
     def interval(self, values: Values) -> Interval | None:
         find = ratio_interval if self.over else mean_interval
@@ -210,19 +204,19 @@ _BUSY = "busy/"
 
 
 class Comparison:
-    """The figures of runs, by variant and seed.
+    """The metrics of runs, by variant and seed.
 
     Args:
-        results: at least one; all of the same number of steps.
-        target: the reward to reach; without it, :data:`TARGET_SHARE` of the way from the
-            baseline's first smoothed reward to its last, each the mean over its seeds.
+        results: at least one, all with the same number of steps.
+        target: the reward to reach. By default, :data:`TARGET_SHARE` of the way from the baseline's
+            first smoothed reward to its last, each the mean over its seeds.
 
     Attributes:
         steps: of each run.
         window: steps that a smoothed reward is the mean of.
-        target: the smoothed reward to reach; ``None`` where there is no sensible one.
-        figures: by variant, in the order in which they came, by seed and by key; ``None`` for what
-            a run does not have, and for a target not reached.
+        target: the smoothed reward to reach; ``None`` if there is no sensible one.
+        figures: by variant (in order of the results), seed and key; ``None`` for values that a run
+            lacks, and for a target not reached.
     """
 
     def __init__(self, results: Sequence[VariantResult], target: float | None = None) -> None:
@@ -246,8 +240,8 @@ class Comparison:
         return sorted({seed for by_seed in self.figures.values() for seed in by_seed})
 
     def table(self) -> str:
-        """Return the figures in aligned Markdown: means over a variant's seeds; below them ranges,
-        and for the target the confidence intervals of the means."""
+        """Return an aligned Markdown table of means over a variant's seeds, with ranges below them.
+        Metrics about the target also have confidence intervals of the means."""
         lines = [["", *self.figures]]
         for row in self._rows():
             lines += row.lines([self._values(variant, row.key) for variant in self.figures])
@@ -258,7 +252,7 @@ class Comparison:
         return "\n".join([head, f"|{rule}|", *body])
 
     def notes(self) -> list[str]:
-        """Return notes without which the table cannot be read, a sentence or two each."""
+        """Return notes for reading the table, a sentence or two each."""
         means = f"mean of {self.window} steps" if self.window > 1 else "reward of one step"
         notes = [
             self._target_note,
@@ -277,7 +271,7 @@ class Comparison:
         return notes if self.target is None else notes + self._target_notes()
 
     def data(self) -> dict[str, Any]:
-        """Return all figures as plain data: by variant its seeds, and a list of values a figure."""
+        """Return all metrics as plain data: each variant's seeds, and values by metric."""
         rows = self._rows()
         variants: dict[str, Any] = {}
         intervals: dict[str, Any] = {}

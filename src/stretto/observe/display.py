@@ -1,4 +1,4 @@
-"""What displays have in common: their methods, metrics and trends, and a thread to redraw them."""
+"""Shared parts of displays: their interface, metrics and trends, and a redrawing thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REWARD = "objective/scores"
 THROUGHPUT = "perf/throughput"
 STEP_TIME = "timing_s/step"
 TIME_LEFT = "timing_s/left"
-"""Seconds until the time limit of a run that has one."""
+"""Seconds until a run's time limit, if it has one."""
 LOSS = "train/loss"
 
 FIGURES = (
@@ -36,22 +36,22 @@ FIGURES = (
     ("tokens/s", THROUGHPUT, ".0f"),
     ("step_s", STEP_TIME, ".2f"),
 )
-"""Label, metric and format of the metrics that displays show, as far as they exist."""
+"""Label, metric and format of the metrics that displays show, if they exist."""
 
 WINDOW = 10
-"""Steps over which the trend and the time left are taken."""
+"""Steps that the trend and the time left are averaged over."""
 
 
 class Progress:
-    """Receiver of a run's reports. This one shows nothing; displays override its methods."""
+    """Receiver of a run's reports. This one shows nothing. Displays override its methods."""
 
     def start(self, headline: str) -> None:
-        """Show what will run, described in a few lines."""
+        """Show a description of the run, in a few lines."""
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Show the metrics of a step that is done; ``step`` counts from 1 to ``total``."""
+        """Show the metrics of a finished step. ``step`` counts from 1 to ``total``."""
 
     def note(self, text: str) -> None:
         """Show a message."""
@@ -62,27 +62,26 @@ class Progress:
         return nullcontext(unseen)
 
     def close(self) -> None:
-        """Leave the terminal as it was. May be called more than once."""
+        """Restore the terminal. May be called more than once."""
 
 
 class History:
-    """The last metrics, as far as trends and the time left need them."""
+    """Recent metrics, for trends and the time left."""
 
     def __init__(self) -> None:
-        self.curve: deque[float] = deque(maxlen=40)  # of the reward, or else of the loss
+        self.curve: deque[float] = deque(maxlen=40)  # of the reward, otherwise of the loss
         self._step_times_s: deque[float] = deque(maxlen=WINDOW)
         self._limit_s = math.inf
 
     def add(self, stats: Mapping[str, float]) -> None:
-        """Take in a step."""
+        """Add the metrics of a step."""
         self.curve += [stats[name] for name in (REWARD, LOSS) if name in stats]
         if STEP_TIME in stats:
             self._step_times_s.append(stats[STEP_TIME])
         self._limit_s = stats.get(TIME_LEFT, math.inf)
 
     def trend(self) -> float | None:
-        """Return the curve's mean over the last :data:`WINDOW` steps minus that of as many before
-        them."""
+        """Return the mean of the last :data:`WINDOW` steps minus that of as many before them."""
         curve = list(self.curve)
         if len(curve) < 2 * WINDOW:
             return None
@@ -96,13 +95,13 @@ class History:
 
 @contextmanager
 def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
-    """Call a function now and then, on a thread, while the body of a ``with`` statement runs. It
-    returns the seconds until the next call; a terminal that is gone ends the calls."""
+    """Call a function repeatedly, on a thread, during the body of a ``with`` statement. It returns
+    the seconds until the next call. Calls end if the terminal is gone."""
     ended = threading.Event()
 
     def work() -> None:
         wait_s = first_s
-        with suppress(OSError, ValueError, SystemExit):  # the last by Rich, of a closed pipe
+        with suppress(OSError, ValueError, SystemExit):  # Rich raises SystemExit for a closed pipe
             while not ended.wait(wait_s):
                 wait_s = act()
 
@@ -116,7 +115,7 @@ def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration as '42s', '3m05s' or '1h02m'."""
+    """Format a duration as '42s', '3m05s' or '1h02m'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -126,11 +125,11 @@ def duration(seconds: float) -> str:
 
 
 _shown: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()
-"""The lines of the last headline, by the stream that it went to."""
+"""The lines of the last headline, by stream."""
 
 
 def news(stream: IO[str], headline: str) -> str:
-    """Leave out lines of a headline that the one before it has: a notebook has runs in a row."""
+    """Drop lines that the previous headline had too, because a notebook has runs in a row."""
     lines = headline.splitlines()
     before = _shown.get(stream, ())
     _shown[stream] = lines

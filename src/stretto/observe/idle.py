@@ -1,16 +1,17 @@
-"""Time of each role: how long it worked, and what it waited for in between.
+"""Busy time of each role, and causes of its idle time.
 
-A schedule records a wait where it waits. Most idle time is no such wait: a scorer just has nothing
-to do. Its cause follows from what the others do at that moment:
+A schedule records its own waits. Most idle time is not a recorded wait: for example, a scorer has
+nothing to do. Its cause follows from the other roles' activity at that moment, by the first rule
+that applies:
 
-1. the role itself waits: its own cause, and ``down`` while its process is lost;
-2. another role waits: that one's cause;
-3. a generator generates: ``data``, or ``stragglers`` for another generator, out of rows itself;
-4. a scorer works: ``scores``;
-5. the learner works, or a role loads weights: ``weights``;
-6. no role does anything while another role's process is lost: ``down``;
-7. no role does anything while an environment answers: ``environment``;
-8. no role does anything: ``other`` (writing records, checkpoints, the schedule itself).
+1. The role itself waits: its own cause, ``down`` while its process is lost.
+2. Another role waits: that role's cause.
+3. A generator generates: ``data``, or ``stragglers`` for an idle generator.
+4. A scorer works: ``scores``.
+5. The learner works, or a role loads weights: ``weights``.
+6. No role does anything while another role's process is lost: ``down``.
+7. No role does anything while an environment answers: ``environment``.
+8. No role does anything: ``other`` (writing records, checkpoints, the schedule itself).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from stretto.observe.spans import DOWN, ENVIRONMENT, NO_DEVICES, Span, Window
 from stretto.saying import aligned
 
 CAUSES = ("data", "stragglers", ENVIRONMENT, "scores", "weights", DOWN, "other")
-"""Causes of idle time, in the order in which they are shown."""
+"""Causes of idle time, in display order."""
 
 ALL_DEVICES = "all devices"
-"""Stands where a role does, for the mean over devices."""
+"""Role name of the mean over devices."""
 
 Intervals = list[tuple[float, float]]
-"""Disjoint stretches of time [s], in order."""
+"""Disjoint intervals of time [s], in order."""
 
 
 def role_order(role: str) -> tuple[int, int, str]:
-    """Return the sort key of roles as they are shown: generators by number, the environment,
-    scorers by name, the learner, roles without a device, and the mean over devices."""
+    """Return a role's sort key for display. The order is generators by number, environment, scorers
+    by name, learner, roles without a device, and the mean over devices."""
     if role == ALL_DEVICES:
         return 4, 0, role
     if role == ENVIRONMENT:
@@ -62,7 +63,7 @@ def generator_number(role: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleTime:
-    """One role's share of a window: stretches of work, and by cause the idle rest."""
+    """One role's share of a window: busy intervals, and idle ones by cause."""
 
     busy: Intervals
     idle: dict[str, Intervals]
@@ -75,12 +76,12 @@ def time_of_roles(
     roles: Iterable[str] = (),
     devices: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, RoleTime]:
-    """Return work and idle time of each role between two moments, by the rules on top of this file.
+    """Return busy and idle time of each role between two moments, by this module's rules.
 
     Args:
-        spans: those that touch the window; parts outside of it are cut off.
-        roles: further ones, which may have no span in it.
-        devices: by role; roles that have one are taken together, as one role by its name.
+        spans: those that touch the window, to which they are clipped.
+        roles: further roles, which may have no span in it.
+        devices: device by role. Roles on a device are combined into one role with its name.
     """
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
     waits: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
@@ -145,7 +146,7 @@ def _idle(
 
 
 class TimeSheet:
-    """Sum of windows: the work and waiting of a run by role."""
+    """Sum of windows: the busy and idle time of a run by role."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -153,9 +154,9 @@ class TimeSheet:
         self._idle_s: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def add(self, window: Window) -> dict[str, float]:
-        """Take in a window; return its metrics: ``utilisation/<role>``, the share of the window in
-        which the role worked, and ``idle_s/<role>/<cause>``, seconds. Where devices are known, also
-        the means over them, as those of the role :data:`ALL_DEVICES`."""
+        """Add a window and return its metrics. ``utilisation/<role>`` is the busy share of the
+        window, ``idle_s/<role>/<cause>`` is in seconds. If devices are known, the role
+        :data:`ALL_DEVICES` has the means over them."""
         length_s = window.end_s - window.start_s
         spans, devices = (*window.ended, *window.open), window.devices
         roles = self._busy_s.keys() - {ALL_DEVICES}
@@ -169,7 +170,7 @@ class TimeSheet:
         metrics: dict[str, float] = {}
         for role, (busy_s, idle_s) in found.items():
             if role not in self._busy_s:
-                self._idle_s[role, "other"] += self.total_s  # before it was first seen
+                self._idle_s[role, "other"] += self.total_s  # before its first span
             self._busy_s[role] += busy_s
             metrics[f"utilisation/{role}"] = busy_s / length_s if length_s else 0.0
             for cause, seconds_idle in idle_s.items():
@@ -179,7 +180,7 @@ class TimeSheet:
         return metrics
 
     def table(self) -> str:
-        """Return shares of the time added up, a line a role; empty when nothing was."""
+        """Return shares of the summed time, a line a role, or an empty text without any."""
         if not self._busy_s or not self.total_s:
             return ""
         causes = sorted({cause for _, cause in self._idle_s}, key=cause_order)
@@ -193,7 +194,7 @@ class TimeSheet:
 
 
 def _mean(times: Sequence[RoleTime]) -> tuple[float, dict[str, float]]:
-    """Return mean seconds of work, and of idle time by cause."""
+    """Return mean seconds of busy time, and of idle time by cause."""
     idle_s: defaultdict[str, float] = defaultdict(float)
     for time in times:
         for cause, parts in time.idle.items():
@@ -206,7 +207,7 @@ def seconds(parts: Intervals) -> float:
 
 
 def union(parts: Iterable[tuple[float, float]]) -> Intervals:
-    """Return the time that any of the stretches covers; they may overlap, in any order."""
+    """Return the union of intervals, which may overlap and be in any order."""
     merged: Intervals = []
     for start, end in sorted(parts):
         if merged and start <= merged[-1][1]:

@@ -24,17 +24,17 @@ from stretto.saying import Advance
 _BARS = "▁▂▃▄▅▆▇█"
 _SAMPLE_CHARS = 300
 _REFRESH_S = 0.2
-"""Seconds between two pictures of work that goes on."""
+"""Seconds between redraws of work in progress."""
 
 
 class RichProgress(Progress):
-    """A panel at the bottom of the terminal, with a bar below it for each piece of work that goes
-    on; notes and other output scroll above it."""
+    """A panel at the bottom of the terminal, with a bar for each piece of work in progress. Notes
+    and other output scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._history = History()
-        self._evaluated: Mapping[str, float] = {}  # the figures of the last evaluation
+        self._evaluated: Mapping[str, float] = {}  # the metrics of the last evaluation
         self._live: Live | None = None
         self._shown: RenderableType = Group()
         self._started = False
@@ -64,12 +64,12 @@ class RichProgress(Progress):
 
     def note(self, text: str) -> None:
         if text:
-            # As an object: markup=False would be for the panel, too, which is drawn anew with it.
+            # A Text, because markup=False would also apply to the panel, which is redrawn.
             self._console.print(Text(worded(text)), soft_wrap=True)
 
     @contextmanager
     def working(self, what: str, total: int = 0, limit_s: float = math.inf) -> Iterator[Advance]:
-        """Show a bar, or a moving one where the total is not known, until the work ends."""
+        """Show a bar until the work ends, a pulsing one if the total is unknown."""
         live = self._open()
         share = f"0/{total:,}" if total else ""
         bar = self._bars.add_task(what, total=total or None, share=share)
@@ -150,7 +150,7 @@ class RichProgress(Progress):
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw one bar a value, from the lowest to the highest; values that are not finite are gaps."""
+    """Draw one bar a value, scaled from the lowest to the highest. Non-finite values are gaps."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time writes into it."""
+"""A lock on a folder, so that one process at a time writes into it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from stretto.errors import StorageError
 from stretto.machine import command_line
 
 NAME = "run.lock"
-"""Name of the locked file, which names the process that holds the lock and is deleted with it."""
+"""Name of the locked file. It names the holder of the lock, and is deleted with the lock."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems that have no locks."""
+"""Errors of file systems without locks."""
 
 
 @contextmanager
 def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes from writing into an existing folder. Raises StorageError if one holds
-    the lock, or the folder cannot be written to.
+    """Keep other processes from writing into an existing folder.
 
-    The system releases the lock when this process ends, even by a kill. Between machines it holds
-    if the file system does flock(2) for all of them, as NFS does. Without locks on the file system
-    ``note`` is called with a line, and the work goes on.
+    Raises StorageError if a process holds the lock, or the folder cannot be written to. The system
+    releases the lock when this process ends, even by a kill. Between machines it works if the file
+    system supports flock(2) across them, as NFS does. On a file system without locks, ``note`` is
+    called with a warning, and the work goes on.
     """
     from filelock import FileLock, Timeout
 
     file = folder / NAME
-    # The timeout is because :func:`in_use` holds the lock for a moment, too.
+    # Wait a little, because :func:`in_use` takes the lock for a moment too.
     lock = FileLock(file, 0.1, poll_interval=0.01, thread_local=False, fallback_to_soft=False)
     with files.explained(file):
         try:
@@ -57,13 +57,13 @@ def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
             file.write_text(json.dumps(holder), encoding="utf-8")
         yield
     finally:
-        with suppress(OSError):  # for example of a folder that has been removed
+        with suppress(OSError):  # for example, the folder was removed
             file.unlink()
         lock.release()
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether some process keeps others from writing into a folder."""
+    """Return whether a process has locked a folder."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
     except OSError:
@@ -83,7 +83,7 @@ def _refusal(file: Path) -> StorageError:
     try:
         holder = json.loads(file.read_bytes())
         by = "process {pid} on {host} ({command}, since {since})".format(**holder)
-    except (OSError, ValueError, KeyError, TypeError):  # its holder has only just taken it
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has only just taken it
         by = "another process"
     return StorageError(
         f"'{file.parent}' is in use by {by}; wait until that has ended, or end it, and try again",

@@ -1,4 +1,4 @@
-"""Results in notebooks: curves and links as HTML, without scripts and without other files."""
+"""Results in notebooks: curves and links as HTML, without scripts or other files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, HEIGHT, MARGIN = 220, 70, 4
 def html_of(
     folder: Path, facts: str, history: Sequence[Mapping[str, Any]], model: Path | None
 ) -> str:
-    """Return a run's curves, facts and links as HTML; links are relative to the working directory.
+    """Return a run's curves, facts and links (relative to the working directory) as HTML.
 
     Args:
         facts: a line of text.

@@ -1,4 +1,4 @@
-"""Progress of a run: a live display on a terminal, else one plain line a step."""
+"""Progress of a run: a live display on a terminal, otherwise one plain line a step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from stretto.saying import Advance, Saying
 from stretto.types import short_name
 
 FIRST_S = 2.0
-"""Seconds without a line until the first one about work that goes on."""
+"""Seconds without a line until the first one about work in progress."""
 
 SOON_S = 0.5
-"""The same after other work that had no line either."""
+"""The same, after other work without a line."""
 
 EVERY_S, SPARSER = 10.0, 0.25
-"""Seconds between lines about work that goes on, at the least; the same as a share of the time that
-the work has taken so far."""
+"""Least seconds between lines about work in progress, also as a share of its time so far."""
 
 _silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
-"""Seconds of work since the last line, by the stream of the lines: much work that takes a second
-each has a line, too."""
+"""Seconds of work since the last line, by stream, so that many short works get a line too."""
 
 
 class WorkProgress:
-    """Work under way, and how far it is; ``total`` is 0 if that is not known. It ends after
-    ``limit_s`` in any case."""
+    """Work in progress, ``done`` of ``total`` (0: unknown). It ends by ``limit_s``."""
 
     def __init__(
         self, what: str, total: int = 0, clock: Clock | None = None, limit_s: float = inf
@@ -56,7 +53,7 @@ class WorkProgress:
         return max(EVERY_S, SPARSER * self.took_s)
 
     def line(self) -> str:
-        """Write how far it is, and where that is known, the time left at the pace so far."""
+        """Return progress and, if the total is known, the time left at the average pace."""
         if not self.total:
             return f"{self.what} ({duration(self.took_s)} so far)"
         share = f"{self.what}: {self.done:,} of {self.total:,}"
@@ -71,8 +68,8 @@ class NoProgress(Progress):
 
 
 class PlainProgress(Progress):
-    """One line a step, each flushed; for files, pipes and continuous integration. Work gets lines,
-    too, once there was no line for :data:`FIRST_S`."""
+    """One flushed line a step, for files, pipes and continuous integration. Other work gets lines
+    too, once there was none for :data:`FIRST_S`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -84,7 +81,7 @@ class PlainProgress(Progress):
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Print one line; metrics that are not there are left out."""
+        """Print one line of the available metrics."""
         self._history.add(stats)
         shown = [f"{label} {stats[name]:{form}}" for label, name, form in FIGURES if name in stats]
         if (eta_s := self._history.eta_s(step, total)) is not None:
@@ -98,7 +95,7 @@ class PlainProgress(Progress):
 
     @contextmanager
     def working(self, what: str, total: int = 0, limit_s: float = inf) -> Iterator[Advance]:
-        """Print a line about work now and then."""
+        """Print a line about the work from time to time."""
         work, printed = WorkProgress(what, total, limit_s=limit_s), False
         before_s = _silent_s.get(self._stream, 0.0)
 
@@ -117,8 +114,8 @@ class PlainProgress(Progress):
 
 
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
-    """Describe what will run, in three lines, with facts about the model and the place of the
-    results, and remark on settings that work otherwise than one might expect."""
+    """Describe a run in three lines, with facts about the model (``model``) and the results' place.
+    Notes on settings with surprising effects follow."""
     remarks = config.remarks if isinstance(config, Config) else ()
     if isinstance(config, Config):
         rollout, schedule, training = config.rollout, config.schedule, config.training
@@ -144,7 +141,7 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
 
 
 class _Stderr:
-    """A display on standard error, whatever that is when something is shown."""
+    """A display on the current standard error."""
 
     def note(self, text: str) -> None:
         print(worded(text), file=sys.stderr, flush=True)
@@ -156,13 +153,13 @@ class _Stderr:
 
 
 on_stderr = Saying(_Stderr())
-"""Shows the work of commands whose results go to standard output."""
+"""For commands whose results go to standard output."""
 
 
 def make_progress(
     mode: Literal["auto", "rich", "plain", "off"], stream: TextIO | None = None
 ) -> Progress:
-    """Return the display that ``observe.progress`` asks for, on ``stream`` (standard output)."""
+    """Return the display for ``observe.progress`` on ``stream`` (default: standard output)."""
     stream = stream or sys.stdout
     if mode == "off":
         return NoProgress()

@@ -1,4 +1,4 @@
-"""Everything that is kept and shown of a run, behind one call a step; remarks on its rewards."""
+"""Records, display and trackers of a run behind one call a step, and remarks on its rewards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Stats, short_name
 
 AGAIN = 10
-"""Steps after which a remark that still holds is made again; then twice as many, and so on."""
+"""Steps until a remark that still holds is repeated. The pause doubles each time."""
 
 
 class Recorder(ExitStack):
-    """Writer of a run's records, which also shows them and sends them to the trackers.
+    """Writes a run's records, shows them, and sends them to the trackers.
 
-    Leaving it, by Ctrl-C too, closes trackers and display, whatever one of them raises. Raises
+    Leaving it, even by Ctrl-C, closes trackers and display, even if one of them raises. Raises
     MissingExtraError if a tracker's library is not installed, StateError if the records of a
     resumed run are damaged, and StorageError, also later, if a record cannot be written.
 
     Args:
         run: where the records go.
-        resumed_step: the last step of the checkpoint that the run goes on from; 0 for a new run.
-            Records of later steps are dropped, as those steps will be taken again.
-        total: steps of the run, where the settings alone do not say; else ``config.steps``.
+        resumed_step: the last step of the resumed checkpoint, 0 for a new run. Records of later
+            steps are dropped, because those steps will be taken again.
+        total: steps of the run if ``config.steps`` does not have them.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Recorder(ExitStack):
         rollouts: Sequence[Rollout] = (),
         rewards: Mapping[int, float] | None = None,
     ) -> None:
-        """Record step number ``step`` (the first is 1), and remark on its rewards where need be.
+        """Record step number ``step`` (the first is 1), and remark on its rewards if necessary.
 
         Args:
-            samples: responses of the step; the first ``observe.samples`` of them are kept.
+            samples: responses of the step, of which the first ``observe.samples`` are kept.
             window: spans since the step before. It adds metrics: ``time_s``, seconds since the
-                run's start, work and waiting of each role, and the throughput of a device.
+                run's start, busy and idle time of each role, and the throughput of a device.
             rollouts: those that ended with the step, trained and rejected ones.
             rewards: of the trained ones, by rollout id.
         """
@@ -102,12 +102,12 @@ class Recorder(ExitStack):
         self._run.append_rollouts(step, rollouts, rewards)
         kept = samples[: self._shown]
         self._run.append_samples(step, kept)
-        # Last of the files: a step with metrics has all its records.
+        # Metrics come last, so that a step with metrics has all its records.
         self._run.append_metrics(step, stats)
         for name, tracker in list(self._trackers.items()):
             try:
                 send(tracker, step, stats, kept)
-            except Exception as error:  # such as a server that has gone: the run is worth more
+            except Exception as error:  # for example, a lost server must not end the run
                 del self._trackers[name]
                 self.note(
                     f"step {step}: the tracker '{name}' failed and gets no further metrics, which "
@@ -132,27 +132,26 @@ LIMITS = {
 
 
 class Remarks:
-    """Remarks on what the mean reward of a step hides. To be called after every step."""
+    """Remarks on facts that the mean reward hides. Must be called after every step."""
 
     def __init__(self, reward: RewardConfig, max_new_tokens: int) -> None:
         self._reward, self._limit = reward, max_new_tokens
         self._first = True
-        self._told = set[str]()  # tools that are said to fail
+        self._told = set[str]()  # tools already reported to fail
         self._next = {"cut": 0, "one reward": 0}
         self._pause = dict.fromkeys(self._next, AGAIN)
 
     def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
-        """Return remarks to show after a step. Responses that were cut are counted at the first
-        step, and later when they are at least half of the batch. Tools and environments of which
-        all calls fail are named once. ``rewards`` are by rollout id, after the rule for missing
-        ends."""
+        """Return remarks to show after a step. Cut responses are counted at the first step, and
+        later if they are at least half of the batch. Tools and environments whose calls all fail
+        are named once. ``rewards`` are by rollout id, after the missing-EOS rule."""
         failing = [f"step {step}: {text}" for text in self._failing(batch)]
         return [*failing, *self._on_rewards(step, batch, rewards)]
 
     def _failing(self, batch: Sequence[Rollout]) -> Iterator[str]:
         made: dict[str, list[Mapping[str, Any]]] = {}
         observations = [o for rollout in batch for o in rollout.log]
-        steps = sum(o.number > 0 and not list(calls(o)) for o in observations)  # that went well
+        steps = sum(o.number > 0 and not list(calls(o)) for o in observations)  # successful ones
         for call in (call for o in observations for call in calls(o)):
             if call.get("status") == "ok":
                 made.setdefault(str(call.get("name")), []).append(call)
@@ -172,7 +171,7 @@ class Remarks:
             if not self._due("one reward", step):
                 return []
             if cut:
-                self._due("cut", step)  # is part of the remark
+                self._due("cut", step)  # already in this remark
             return [f"step {step}: {self._one_reward(batch, cut, rewards[batch[0].id])}"]
         if cut and (first or 2 * len(cut) >= len(batch)) and self._due("cut", step):
             return [f"step {step}: {self._cut(cut, len(batch))}"]
@@ -224,8 +223,7 @@ class Remarks:
 
 
 def scores_by_source(rollout: Rollout) -> dict[str, float | None]:
-    """Return a rollout's score from each reward source, by the name that its metric has; ``None``
-    where a source does not apply to it."""
+    """Return a rollout's score by short source name, ``None`` if the source does not apply."""
     return {short_name(s.source): s.scalar for s in rollout.scores.values() if s.kind == "reward"}
 
 
@@ -235,8 +233,8 @@ def extra_by_source(rollout: Rollout) -> dict[str, Any]:
 
 
 def extra_means(batch: Iterable[Rollout]) -> Stats:
-    """Return the means of the numbers that reward functions gave beside their scores, each over the
-    rollouts that have it, as metrics. Time-outs of the task's verifier are counted."""
+    """Return the means of numeric extras of reward functions, each over the rollouts that have it.
+    Time-outs of the task's verifier are counted instead."""
     found: dict[str, list[float]] = {}
     for rollout in batch:
         for name, value in extra_by_source(rollout).items():

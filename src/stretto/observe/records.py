@@ -1,4 +1,4 @@
-"""Records: JSON Lines that are added to a step at a time, and read while they still grow."""
+"""Records: JSON Lines files that grow step by step, and can be read meanwhile."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from stretto.errors import StateError
 
 
 def append(file: Path, records: Sequence[Mapping[str, Any]]) -> bool:
-    """Add records, all or none; on disk, whole, when the call returns. Return whether a last line
-    that a crash had left unfinished was dropped first. Raises StorageError if they cannot be
-    written."""
+    """Append records, all or none, durably. Raises StorageError if they cannot be written. Returns
+    whether an unfinished last line, left by a crash, was dropped first."""
     if not records:
-        return False  # what a kind of run does not have gets no file
+        return False  # a record kind that a run does not have gets no file
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     return files.append(file, lines.encode(errors="replace"))
 
 
 def read(file: Path, field: str = "step", kind: Callable[[Any], Any] = int) -> list[dict[str, Any]]:
-    """Return all records, but for a last line that a crash left unfinished; none where there is no
-    file. Raises StateError if another line lacks the field, or has it not of this kind."""
+    """Return all records except an unfinished last line, none without a file. Raises StateError if
+    another line lacks the field, or ``kind`` cannot convert it."""
     if not file.is_file():
         return []
     return [_record(line, file, field, kind) for line in files.whole_lines(file.read_bytes())]
 
 
 class Growing:
-    """A file of steps' records that is read on as it grows."""
+    """A file of step records that is read incrementally as it grows."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -39,8 +38,8 @@ class Growing:
         self._inode, self._size = 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records, of which only new lines are read; all of them where the file was cut
-        or replaced. Raises StateError if a line is no step's record."""
+        """Return all records, but read only new lines, unless the file was cut or replaced. Raises
+        StateError if a line is no step record."""
         if not self._file.is_file():
             return []
         with self._file.open("rb") as stream:
@@ -55,15 +54,15 @@ class Growing:
 
 
 def last(file: Path) -> dict[str, Any] | None:
-    """Return the last record that is whole, without reading the others, if there is any. Raises
-    StateError if it is no step's record."""
+    """Return the last complete record, if any, without reading the others. Raises StateError if it
+    is no step record."""
     line = files.last_line(file) if file.is_file() else b""
     return _record(line, file) if line else None
 
 
 def rewind(file: Path, step: int) -> bool:
-    """Drop the records of steps after ``step``; return whether a last line that a crash had left
-    unfinished was dropped too. Raises StateError if another line is no step's record."""
+    """Drop the records after ``step``. Return whether an unfinished last line was dropped too.
+    Raises StateError if another line is no step record."""
     if not file.is_file():
         return False
     content = file.read_bytes()

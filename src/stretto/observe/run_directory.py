@@ -29,29 +29,27 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 METRICS = "metrics.jsonl"
-"""The file of a run's metrics."""
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run's checkpoints."""
 
 SCORE = "eval/score"
-"""The metric by which one evaluation is better than another."""
+"""The metric that ranks evaluations."""
 
 EVALUATED = "eval/step"
-"""The metric that names the step after which the policy was evaluated."""
+"""The metric with the step after which the policy was evaluated."""
 
 KEPT = 2
-"""Checkpoints of a run under way that stay, where the disk has room; older ones go."""
+"""Most checkpoints of an unfinished run that stay, newest first, as far as the disk has room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response, as it is shown and kept.
+    """One response, as shown and recorded.
 
     Attributes:
         reward: the weighted sum of its scores, after the missing-EOS rule.
-        scores: by reward source, before weights and that rule; ``None`` where one does not apply.
-        extra: what the sources gave beside their scores, by 'source/name'.
+        scores: by reward source, before weights and that rule; ``None`` if one does not apply.
+        extra: values that the sources returned in addition to scores, by 'source/name'.
         context: tokens of an episode that answered turns.
         episode, turns, pieces, ended_by: of an episode, see ``observe.transcripts.Transcript``.
     """
@@ -60,7 +58,7 @@ class Sample:
     response: str
     reward: float
     finish: str  # 'stop' or 'length'
-    tokens: int  # that the policy drew
+    tokens: int  # sampled by the policy
     scores: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     episode: int = -1
@@ -75,29 +73,29 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """The life of one rollout, as it is kept."""
+    """The record of one rollout."""
 
-    step: int  # that it ended with
+    step: int  # at whose end it ended
     id: int
     prompt: int  # the prompt's id
     group: int
     prompt_tokens: int
     tokens: int  # of the response
-    finish: str | None  # 'stop' or 'length'; None for one that never ended
-    state: str  # 'trained' or 'rejected'; another for one that was in flight when the run ended
-    because: str  # why it was rejected
-    carries: int  # rounds that went by without it since it was dispatched
-    oldest_version: int | None  # of the policies that sampled its tokens, if it has any
+    finish: str | None  # 'stop' or 'length', None if it never ended
+    state: str  # 'trained', 'rejected', or its state in flight when the run ended
+    because: str  # reason for its rejection
+    carries: int  # rounds without it since it was dispatched
+    oldest_version: int | None  # of the policies that sampled its tokens, if any
     newest_version: int | None
-    reward: float | None  # as trained on; None for one that got none
-    # Of an episode, by turn: ``tokens`` that the policy drew, tokens of ``context`` that answered
-    # it, and the seconds ``wait_s`` until they came.
+    reward: float | None  # as trained on, None without one
+    # Of an episode, by turn: ``tokens`` sampled by the policy, tokens of ``context`` that answered
+    # it, and ``wait_s``, the seconds until the answer.
     turns: Sequence[Mapping[str, Any]] = ()
-    ended_by: str = ""  # what ended the episode
+    ended_by: str = ""  # reason for the episode's end
 
     @property
     def sampled_tokens(self) -> int:
-        """Return the tokens that the policy drew; the others of an episode are context."""
+        """Tokens that the policy sampled. The rest of an episode is context."""
         return sum(turn["tokens"] for turn in self.turns) or self.tokens
 
     @property
@@ -135,9 +133,9 @@ class Best:
     """The evaluation of a run with the highest mean score.
 
     Attributes:
-        step: after which it was.
+        step: the step after which it took place.
         score: its mean score.
-        model: folder of the model as it was then, in Hugging Face format.
+        model: folder of the model at that step, in Hugging Face format.
     """
 
     step: int
@@ -150,10 +148,10 @@ class TrainResult:
     """The outcome of a run.
 
     Attributes:
-        steps: taken in all, over all resumptions.
+        steps: taken over all resumptions.
         stats: of the last step.
         run_dir: the run's folder.
-        stopped: why the run ended before its last step; empty where it did not.
+        stopped: the reason why the run ended before its last step; empty if it did not.
     """
 
     steps: int
@@ -173,13 +171,12 @@ class TrainResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of each step, ``step`` among them, over all resumptions; evaluations with the
-        step that they came with. ``None`` for one that is not finite."""
+        """The metrics of each step with its ``step``, over all resumptions. Evaluations are with
+        the step before them. Non-finite values are ``None``."""
         return RunDirectory(self.run_dir).read_metrics()
 
     def frame(self) -> DataFrame:
-        """Return the history as a DataFrame with a row for each step, which is the index. Raises
-        MissingExtraError without pandas."""
+        """Return the history as a DataFrame by step. Raises MissingExtraError without pandas."""
         require("pandas", "hub", "TrainResult.frame()")
         import pandas as pd
 
@@ -191,24 +188,23 @@ class TrainResult:
 
 
 class RunDirectory:
-    """The files of one run; a record is on disk, whole, when the call that writes it returns.
-    Methods that write raise StorageError if they cannot, and those that read a record StateError
-    if it is damaged."""
+    """The files of one run. A record is complete on disk when the call that writes it returns.
+    Methods raise StorageError if they cannot write, StateError if they read a damaged record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config_file = path / "config.toml"  # every setting; load it to repeat or resume
-        self.machine_file = path / "machine.json"  # where it works, or was resumed last; starts
+        self.config_file = path / "config.toml"  # every setting, to repeat or resume the run
+        self.machine_file = path / "machine.json"  # of the last start, and all starts
         self.metrics_file = path / METRICS  # JSON Lines: one object a step
         self.samples_file = path / "samples.jsonl"  # some responses of each step, with scores
         self.rollouts_file = path / "rollouts.jsonl"  # each, once trained on or rejected
         self.evaluations_file = path / "evaluations.jsonl"  # one object for each 'stretto eval'
-        self.trace = TraceFile(path / "trace.json")  # all spans; open it in Perfetto
-        self.checkpoints = path / CHECKPOINTS  # what a run is resumed from
-        self.warmup = path / "warmup.safetensors"  # the model after its warm-up; written once
+        self.trace = TraceFile(path / "trace.json")  # all spans, for Perfetto
+        self.checkpoints = path / CHECKPOINTS  # for resuming
+        self.warmup = path / "warmup.safetensors"  # the model after its warm-up, written once
         self.model = path / "model"  # the trained model in Hugging Face format
         self.best_model = path / "model-best"  # the model of the best evaluation
-        self.best_file = self.best_model / "evaluation.json"  # its step and figures
+        self.best_file = self.best_model / "evaluation.json"  # its step and metrics
 
     @property
     def name(self) -> str:
@@ -216,8 +212,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, out: str | Path, name: str, config: Section) -> Self:
-        """Make ``<out>/<name>-<NNN>`` with the number after the highest there is. Raises
-        ConfigError if it cannot be made."""
+        """Make ``<out>/<name>-<NNN>`` with the next number. Raises ConfigError if that fails."""
         root = Path(out)
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -254,10 +249,9 @@ class RunDirectory:
         files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
     def save_machine(self, machine: Machine) -> None:
-        """Write what the run works on, and below it when and how it was begun, and each time
-        resumed."""
+        """Write the run's machine, and append this start or resumption."""
         starts = list[dict[str, Any]]()
-        with suppress(StateError):  # as of a run that begins
+        with suppress(StateError):  # no or damaged record of earlier starts
             starts = self.read_starts()
         kept = {**asdict(machine), "starts": [*starts, current_start()]}
         files.write_whole(self.machine_file, json.dumps(kept, indent=2).encode())
@@ -266,8 +260,8 @@ class RunDirectory:
         return self._read_machine()[0]
 
     def read_starts(self) -> list[dict[str, Any]]:
-        """Return ``date``, ``command`` and ``versions`` of the run's start, and of each time that
-        it was resumed; none for a run of before they were kept."""
+        """Return ``date``, ``command`` and ``versions`` of the run's start and of each resumption.
+        Earlier versions recorded none."""
         return self._read_machine()[1]
 
     def _read_machine(self) -> tuple[Machine, list[dict[str, Any]]]:
@@ -280,7 +274,7 @@ class RunDirectory:
             raise StateError(text, "damaged-record") from error
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
-        """Add a step's metrics. JSON has no NaN or infinity; those are written as ``null``."""
+        """Add a step's metrics. NaN and infinity become ``null``, because JSON lacks them."""
         metrics = {n: float(value) if math.isfinite(value) else None for n, value in stats.items()}
         records.append(self.metrics_file, [{"step": step, **metrics}])
 
@@ -290,8 +284,8 @@ class RunDirectory:
     def append_rollouts(
         self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
     ) -> None:
-        """Add the rollouts that ended with a step; what is in flight after the last one has the
-        next. ``rewards`` are by rollout id, as trained on."""
+        """Add the rollouts that ended with a step. ``rewards`` are by rollout id, as trained on.
+        Rollouts in flight at the end of the run are recorded with the step after the last one."""
         ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
         records.append(self.rollouts_file, [record.record() for record in ended])
 
@@ -299,7 +293,7 @@ class RunDirectory:
         return records.append(self.evaluations_file, [record])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step, ``step`` among them; ``None`` for one not finite."""
+        """Return the metrics of each step with its ``step``. Non-finite values are ``None``."""
         return records.read(self.metrics_file)
 
     def last_step(self) -> int:
@@ -312,8 +306,8 @@ class RunDirectory:
         return records.read(self.samples_file)
 
     def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
-        """Return the rollouts that were trained on or rejected, in the order in which that
-        happened; with ``in_flight``, those last that were neither when the run ended."""
+        """Return rollouts in the order in which they were trained on or rejected. With
+        ``in_flight``, rollouts in flight when the run ended follow."""
         try:
             found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
         except TypeError as error:
@@ -322,19 +316,18 @@ class RunDirectory:
         return [record for record in found if in_flight or not record.in_flight]
 
     def ended(self, steps: int) -> TrainResult | None:
-        """Return the outcome of a run that has taken so many steps and saved its model after them,
-        if it has."""
+        """Return a run's outcome if it has taken ``steps`` steps and saved its model after them."""
         last = records.last(self.metrics_file)
         if last is None or last["step"] < steps or not (self.model / "config.json").is_file():
             return None
         if self.model.stat().st_mtime_ns < self.metrics_file.stat().st_mtime_ns:
-            return None  # it is of fewer steps
+            return None  # the model is older
         taken = last.pop("step")
         stats = {name: math.nan if value is None else value for name, value in last.items()}
         return TrainResult(taken, stats, self.path)
 
     def best(self) -> Best | None:
-        """Return the evaluation whose model is kept, if there is any."""
+        """Return the evaluation whose model is kept, if any."""
         try:
             found = json.loads(self.best_file.read_bytes())
             return Best(found["step"], found[SCORE], self.best_model)
@@ -345,8 +338,8 @@ class RunDirectory:
             raise StateError(text, "damaged-record") from error
 
     def rewind(self, step: int) -> list[str]:
-        """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
-        Return the names of the files of records that had such a line."""
+        """Drop the records after ``step``, and unfinished last lines left by a crash. Returns the
+        names of the files that had such a line."""
         kept = (self.metrics_file, self.samples_file, self.rollouts_file)
         torn = [file.name for file in kept if records.rewind(file, step)]
         self.trace.rewind(step)
@@ -354,7 +347,7 @@ class RunDirectory:
 
 
 def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what only episodes have, where there is no turn."""
+    """Drop the fields of episodes if there is no turn."""
     if not record["turns"]:
         for name in {"context", "episode", "turns", "pieces", "ended_by"} & record.keys():
             del record[name]
@@ -362,7 +355,7 @@ def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def claim(root: Path, name: str) -> Path:
-    """Make the next free folder; two runs that start at the same time get one each."""
+    """Make the next free folder. Concurrent runs get one each."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     while True:
         taken = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]

@@ -1,4 +1,4 @@
-"""Spans: which role did what, and when. Timing figures, traces and timelines are made of them."""
+"""Spans: which role did what, and when. Timings, traces and timelines are made of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from stretto.protocols import DRIVER, Clock
 
 WAIT = "wait"
-"""Name of the spans in which a role has nothing to do; their attribute ``cause`` says why."""
+"""Name of spans in which a role has nothing to do. Their attribute ``cause`` is the reason."""
 
 DOWN = "down"
-"""Name of the spans in which a role's process is lost and not replaced; also their cause."""
+"""Name and cause of spans in which a role's process is lost and not replaced."""
 
 CHECKPOINT = "checkpoint"
 """The role of taking and writing checkpoints, for which no other role waits."""
@@ -25,13 +25,13 @@ WEIGHT_SYNC = "weights"
 """The role of the weight sync between processes, as the driver sees it."""
 
 SWAPS = "swaps"
-"""The role of copies between a device and the host's memory, beside the work."""
+"""The role of copies between a device and the host's memory, in parallel with other work."""
 
 ENVIRONMENT = "environment"
-"""The role that answers turns of episodes, many at once; also the cause of waiting for it."""
+"""The role that answers turns of episodes, many at once, and the cause of waiting for it."""
 
 NO_DEVICES = frozenset({CHECKPOINT, DRIVER, WEIGHT_SYNC, SWAPS, ENVIRONMENT})
-"""Roles that work beside the others and occupy no device: they are never busy or idle."""
+"""Roles without a device, which run next to the others and are never busy or idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Span:
     """One stretch of work by one role, or of waiting.
 
     Attributes:
-        role: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner', or one of :data:`NO_DEVICES`. One track of a timeline each.
+        role: 'generator' ('generator 0', 'generator 1', ... of several), a scorer's name,
+            'learner', or one of :data:`NO_DEVICES`. Each has a track in a timeline.
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
-            driver/WORK, checkpoint/stage, checkpoint/write; of an environment, open and step; or
-            :data:`WAIT`, or :data:`DOWN`.
-        attributes: further facts, such as rollouts, tokens, version; for a wait, the ``cause``:
-            data, stragglers, environment, scores, weights, swap; down for :data:`DOWN`.
+            driver/WORK, checkpoint/stage, checkpoint/write, of an environment open and step, or
+            :data:`WAIT` or :data:`DOWN`.
+        attributes: further facts, for example rollouts, tokens and version. A wait has a ``cause``:
+            data, stragglers, environment, scores, weights, swap.
     """
 
     role: str
@@ -69,14 +69,14 @@ class Window:
 
     start_s: float
     end_s: float
-    ended: tuple[Span, ...]  # in the order in which they did; one may have begun before
-    open: tuple[Span, ...] = ()  # those that still go on, cut at the end
-    devices: Mapping[str, str] = field(default_factory=dict)  # by role, where they are known
-    processes: Mapping[str, str] = field(default_factory=dict)  # by role; others: in the driver's
+    ended: tuple[Span, ...]  # in order of their ends; may have begun earlier
+    open: tuple[Span, ...] = ()  # still open, cut at the end
+    devices: Mapping[str, str] = field(default_factory=dict)  # by role, if known
+    processes: Mapping[str, str] = field(default_factory=dict)  # by role, without the driver's
 
 
 class Spans:
-    """A recorder of spans, also from several threads and coroutines at once."""
+    """A thread-safe recorder of spans, for threads and coroutines."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Spans:
     def span(
         self, role: str, name: str, **attributes: Any
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Record the body as a span, also when it raises; it may add to the attributes yielded."""
+        """Record the body as a span, even if it raises. It may add to the yielded attributes."""
         return self._opened(role, name, attributes, kept=True)
 
     @contextmanager
@@ -119,7 +119,7 @@ class Spans:
                     self._records.append(replace(span, end_s=self._clock.now()))
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
-        """Record a span whose times are known. Raises ValueError if it ends before it starts."""
+        """Record a span with known times. Raises ValueError if it ends before it starts."""
         if end_s < start_s:
             raise ValueError(f"a span ends after it starts; got {start_s} s to {end_s} s")
         with self._lock:
@@ -127,15 +127,13 @@ class Spans:
 
     @property
     def records(self) -> tuple[Span, ...]:
-        """The spans since the last :meth:`reset` or :meth:`take`, in the order they ended."""
+        """The spans since the last :meth:`reset` or :meth:`take`, in order of their ends."""
         with self._lock:
             return tuple(self._records)
 
     def totals(self) -> dict[str, float]:
-        """Return seconds of work by name, of :attr:`records`; overlapping spans count in full.
-
-        Names of an environment's calls begin with its role, as a step is something else, too.
-        """
+        """Return seconds of work by name, of :attr:`records`. Overlapping spans count in full. An
+        environment's names are prefixed with its role, because ``step`` has another meaning too."""
         totals: defaultdict[str, float] = defaultdict(float)
         for record in self.records:
             if not record.waits:
@@ -144,11 +142,11 @@ class Spans:
         return dict(totals)
 
     def take(self) -> Window:
-        """Take out what was recorded since the last call or :meth:`reset`. A span that is still
-        open is reported up to now, and again as a whole once it has ended."""
+        """Remove and return the spans since the last call or :meth:`reset`. A span that is still
+        open is reported up to now, and again in full once it has ended."""
         with self._lock:
             now_s = self._clock.now()
-            # A copy of the attributes: the body of an open span may yet add to them.
+            # Copy the attributes, because the body of an open span may still add to them.
             cut = tuple(
                 replace(span, end_s=now_s, attributes=dict(span.attributes))
                 for span in self._open.values()

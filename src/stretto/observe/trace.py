@@ -1,17 +1,16 @@
-"""The trace of a run: every span, in the trace-event format that Perfetto and Chrome show.
+"""The trace of a run: every span, in the trace-event format of Perfetto and Chrome.
 
-``trace.json`` is one JSON array with one event a line. It is whole, closing bracket included, after
-every write; and the format allows the bracket to be missing, so that a file cut short by a kill can
-be read as well. Times are microseconds since the run's start, over all resumptions.
+``trace.json`` is one JSON array with one event a line, complete after every write. The format
+allows a missing closing bracket, so a file cut short by a kill can still be read. Times are
+microseconds since the run's start, over all resumptions.
 
-Each role is a track ("thread") of the process that it works in: generators on top, then scorers,
-then the learner. Work has the category ``work``, waiting ``wait``. Flow events lead from the
-generators of a batch over its scorers to the learner, and from a version's publication to the roles
-that load it. Counters have the rollouts in decoding, those that wait for the learner or for their
-environment, and figures of each step. An environment's calls, which overlap, are spread over a few
-tracks; what finds no place there is joined. A track of its own has the steps, one event each. It is
-written last, with the spans that ended during the step before it, and is what a resumed run rewinds
-to.
+Each role is a track ("thread") of its process: generators on top, then scorers, then the learner.
+Work has the category ``work``, waiting ``wait``. Flow events lead from the generators of a batch
+over its scorers to the learner, and from a version's publication to the roles that load it.
+Counters show the decoding rollouts, those that wait for the learner or for their environment, and
+metrics of each step. An environment's overlapping calls are spread over a few tracks, and the rest
+are joined. The steps have a track of their own. A step's event is written last, after the spans
+that ended during the step, and is the point that a resumed run rewinds to.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from stretto.observe.spans import ENVIRONMENT, WAIT, Span, Window
 from stretto.observe.waiting import LANE, Lanes, RoleLanes, is_environment, profile
 
 LIMIT_BYTES = 200_000_000
-"""Size at which a trace is no longer written on, as viewers no longer open it."""
+"""Size at which a trace stops growing, because viewers cannot open larger ones."""
 
 LIST_ITEMS = 8
-"""A longer list in an event's arguments is cut to its first items, and its length is given."""
+"""Most items of a list in an event's arguments. A longer list is cut, with its length added."""
 
 COUNTS = 1000
-"""Changes in the number of waiting rollouts that the trace has of a step, at most."""
+"""Most changes per step in the recorded number of waiting rollouts."""
 
 COUNTED = (
     *("schedule/carried", "schedule/overcommit", "schedule/chunk_tokens"),
@@ -50,7 +49,7 @@ Event = dict[str, Any]
 
 _DRIVER = 1
 _LEARNER_TRACK, _SCORER_TRACK, _ENVIRONMENT_TRACK, _STEP_TRACK = 1_000_000, 100_000, 50_000, 0
-_NEXT_LANE = 2_000_000  # between numbers of a role's tracks, which are sorted as one
+_NEXT_LANE = 2_000_000  # between numbers of a role's tracks, which sort as one
 _STEP = "step"
 _STEP_MARK = b'"cat": "step"'
 _END = b"\n]\n"
@@ -63,12 +62,12 @@ class TracedStep:
     step: int
     start_s: float
     end_s: float
-    spans: tuple[Span, ...] = ()  # that touch it, where they were asked for
+    spans: tuple[Span, ...] = ()  # that overlap it, if asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace, read back: steps in order, and spans in the order in which they ended."""
+    """A trace read back: steps in order, and spans in order of their ends."""
 
     steps: tuple[TracedStep, ...]
     spans: tuple[Span, ...]
@@ -93,12 +92,13 @@ class TraceFile:
         stats: Mapping[str, float] = MappingProxyType({}),
         ended: Iterable[int] = (),
     ) -> bool:
-        """Add the spans that ended during a step, ``start_s`` after the run's start; return False
-        once the file has :data:`LIMIT_BYTES`. Raises StorageError if they cannot be written; the
-        file is as it was before.
+        """Add the spans that ended during a step, ``start_s`` after the run's start.
+
+        Returns False once the file has :data:`LIMIT_BYTES`. Raises StorageError, with the file
+        unchanged, if they cannot be written.
 
         Args:
-            stats: the step's metrics; :data:`COUNTED` are kept.
+            stats: the step's metrics, of which :data:`COUNTED` are kept.
             ended: ids of the rollouts that were trained on or rejected.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
@@ -132,8 +132,8 @@ class TraceFile:
         return True
 
     def rewind(self, step: int) -> None:
-        """Drop what was written after step ``step``, and what a crash left unfinished. Raises
-        StorageError if the file cannot be written; a damaged one is put aside."""
+        """Drop events after step ``step``, and unfinished ones left by a crash. Raises StorageError
+        if the file cannot be written. A damaged file is renamed."""
         self._tracks, self._rollouts, self._lanes = None, _Rollouts(), Lanes()
         self._role_lanes = RoleLanes()
         if not self.path.exists():
@@ -155,15 +155,15 @@ class TraceFile:
             self.path.unlink()
 
     def _put_aside(self, damage: StateError) -> None:
-        """Rename a damaged file, as training goes on without the spans in it."""
+        """Rename a damaged file, so that training goes on without its spans."""
         aside = self.path.with_name(f"{self.path.stem}-damaged{self.path.suffix}")
         with files.explained(aside):
             self.path.replace(aside)
         self.note(f"{damage}. It is called {aside.name} now, and a new trace starts")
 
     def read(self, steps: int = 0) -> Trace:
-        """Read the trace, or its first ``steps``, but for steps whose end was not written, because
-        of a kill; an empty one without a file. Raises StateError if an event is not JSON."""
+        """Read the trace (empty without a file), or its first ``steps`` steps. Steps whose end was
+        not written because of a kill are left out. Raises StateError for a damaged event."""
         names: dict[tuple[int, int], str] = {}
         read: list[TracedStep] = []
         spans: list[Span] = []
@@ -188,7 +188,7 @@ class TraceFile:
         return Trace(tuple(read), tuple(spans))
 
     def _write(self, size: int, events: list[Event]) -> None:
-        """Put events at the end, in place of the closing bracket if there is one; all or none."""
+        """Append events, all or none, replacing the closing bracket if there is one."""
         lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
         text = lines.encode(errors="replace") + _END
         path = self.path
@@ -226,7 +226,7 @@ class TraceFile:
 
 
 def _is_event(event: Any) -> bool:
-    """Check the types of all that is read of an event."""
+    """Check the types of all fields of an event that are read."""
     if not isinstance(event, dict) or not isinstance(arguments := event.get("args"), dict):
         return False
     fields: dict[str, Any] = {"name": str, "ph": str, "pid": int, "tid": int}
@@ -242,7 +242,7 @@ def _is_event(event: Any) -> bool:
 
 
 class _Tracks:
-    """Numbers of processes and of the roles' tracks in them, as a trace has them so far."""
+    """Numbers of a trace's processes and of the roles' tracks in them."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._processes = {"": _DRIVER}
@@ -254,7 +254,7 @@ class _Tracks:
                 self._places[event["args"]["name"]] = event["pid"], event["tid"]
 
     def place(self, role: str, process: str, events: list[Event]) -> tuple[int, int]:
-        """Return the numbers of a role's process and track; add events that name new ones."""
+        """Return a role's process and track numbers. Names new ones by ``events``."""
         if process not in self._processes:
             pid = self._processes[process] = len(self._processes) + 1
             events += [
@@ -282,11 +282,11 @@ class _Tracks:
 
 
 class _Rollouts:
-    """Where rollouts and weights were, for the events that lead from one role to the next."""
+    """Last events of rollouts and weight versions, for flow events between roles."""
 
     def __init__(self) -> None:
         self._worked: dict[int, dict[str, Event]] = {}  # the last of each role, by rollout
-        self._scored: set[int] = set()  # rollouts that have a score and no update yet
+        self._scored: set[int] = set()  # scored rollouts without an update
         self._published: dict[int, Event] = {}  # by version
 
     @property
@@ -341,8 +341,7 @@ _ANSWERING = "rollouts that wait for their environment"
 
 
 def _answering(calls: Iterable[Span], window: Window, offset_s: float) -> Iterator[Event]:
-    """Yield the counter of the environment's calls that ended in a window, and of those still open,
-    as far as they are in it."""
+    """Yield the counter of environment calls in a window, ended or open."""
     open_now = [span for span in window.open if span.role == ENVIRONMENT]
     last_s = None
     found = profile([*calls, *open_now], window.start_s, window.end_s, COUNTS)
@@ -356,9 +355,9 @@ def _answering(calls: Iterable[Span], window: Window, offset_s: float) -> Iterat
 
 
 def _flow(name: str, number: str, *events: Event) -> Iterator[Event]:
-    """Yield the flow from the end of the first event over the starts of the others, each inside of
-    its event; nothing where one starts before the one before it has ended."""
-    # What lies on the edge of two events belongs to either of them, as a viewer likes.
+    """Yield a flow from the end of the first event over the starts of the others. Its points lie
+    inside the events. Yields nothing if an event starts before the previous one ends."""
+    # Viewers may assign a point on the edge of two events to either of them.
     inside_us = [min(event["dur"] / 2, 1.0) for event in events]
     times = [round(event["ts"] + by, 3) for event, by in zip(events, inside_us, strict=True)]
     times[0] = round(_end(events[0]) - inside_us[0], 3)
@@ -368,7 +367,7 @@ def _flow(name: str, number: str, *events: Event) -> Iterator[Event]:
     for phase, at, event in zip(phases, times, events, strict=True):
         yield {
             "ph": phase,
-            **({"bp": "e"} if phase == "f" else {}),  # binds to the event around it
+            **({"bp": "e"} if phase == "f" else {}),  # binds to the enclosing event
             "pid": event["pid"],
             "tid": event["tid"],
             "name": name,
@@ -400,13 +399,13 @@ def _named(kind: str, pid: int, track: int, **arguments: Any) -> Event:
 
 
 def _event(span: Span, offset_s: float, pid: int, track: int) -> Event:
-    # A span may have begun before the run's first step did, where viewers show nothing.
+    # A span may begin before the run's first step, at negative times, which viewers do not show.
     start, end = (_micros(max(at_s + offset_s, 0.0)) for at_s in (span.start_s, span.end_s))
     return {
         "ph": "X",
         "pid": pid,
         "tid": track,
-        # The cause is in a wait's name as well: a viewer shows names without a click.
+        # A wait's name includes its cause, because viewers show names without a click.
         "name": f"{WAIT}: {span.cause}" if span.name == WAIT else span.name,
         "cat": WAIT if span.waits else "work",
         "ts": start,

@@ -1,8 +1,6 @@
 """Trackers of experiments: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab, Prometheus.
-
-They use the libraries' own writers. accelerate's trackers need accelerate's process state, and
-creating that may join a process group, set the number of threads and change the environment.
-"""
+They use the libraries' own writers, because accelerate's trackers need accelerate's process state,
+whose creation may join a process group, set the number of threads and change the environment."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from stretto.observe.card import plain_markdown
 from stretto.observe.run_directory import Sample
 
 CELL_CHARS = 2000
-"""Longest text in a table of samples; more of it is cut off."""
+"""Most characters of a text in a table of samples."""
 
 PROJECT = "stretto"
 """Project or experiment of all runs, unless the library's own environment variable names one."""
@@ -32,11 +30,11 @@ class TrackedRun:
     """The run that a tracker is made for.
 
     Attributes:
-        name: of the run, such as ``tiny-001``.
+        name: of the run, for example ``tiny-001``.
         folder: of the run. A tracker may keep its id of the run there.
         settings: all settings, in the sections of config.toml.
-        resumed_step: last step of the checkpoint that the run goes on from; 0 for a new run. Later
-            steps are taken, and logged, again.
+        resumed_step: last step of the resumed checkpoint, 0 for a new run. Later steps are taken,
+            and logged, again.
     """
 
     name: str
@@ -46,18 +44,16 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A receiver of a run's metrics, which a callable makes of a :class:`TrackedRun`.
-
-    ``observe.trackers`` names that callable, such as a class with these methods. A tracker may also
-    have ``log_samples(step, columns, rows)``, which gets a table of the step's first responses
-    after its metrics. If ``log`` raises an exception, the run goes on without the tracker.
-    """
+    """A receiver of a run's metrics, which a callable makes from a :class:`TrackedRun`.
+    ``observe.trackers`` names that callable, for example a class with these methods. A tracker may
+    also have ``log_samples(step, columns, rows)``, which gets a table of the step's first responses
+    after its metrics. If ``log`` raises an exception, the run goes on without the tracker."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step; the first step is 1."""
+        """Log the metrics of a step. The first step is 1."""
 
     def finish(self) -> None:
-        """Close the tracker. It is called once, also after an error or an interrupt."""
+        """Close the tracker. Called once, even after an error or an interrupt."""
 
 
 def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
@@ -96,7 +92,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def port_taken(port: int, error: OSError) -> StorageError:
-    """Return the error of a port that cannot be listened on."""
+    """Return the error for a port that is not available."""
     return StorageError(
         f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; another run "
         "may be there, choose another port",
@@ -105,12 +101,12 @@ def port_taken(port: int, error: OSError) -> StorageError:
 
 
 class TensorBoard:
-    """Event files under ``tensorboard/`` in the run's folder: metrics as scalars, settings and
-    samples as tables of text."""
+    """Event files under ``tensorboard/`` in the run's folder. Metrics are scalars. Settings and
+    samples are tables of text."""
 
     def __init__(self, run: TrackedRun) -> None:
         library = importlib.import_module("torch.utils.tensorboard")
-        # purge_step hides what an interrupted run wrote past the step it is resumed from.
+        # purge_step hides events that an interrupted run wrote after the resumed step.
         purge = run.resumed_step + 1 if run.resumed_step else None
         folder = str(run.folder / "tensorboard")
         self._writer: Any = library.SummaryWriter(log_dir=folder, purge_step=purge)
@@ -129,8 +125,7 @@ class TensorBoard:
 
 
 class _Remembered:
-    """A tracker that keeps the library's id of a run in the run's folder, so that a resumed run
-    continues its curves."""
+    """A tracker that keeps the library's run id in the run's folder, so that curves continue."""
 
     def __init__(self, run: TrackedRun, library: str) -> None:
         self._library: Any = importlib.import_module(library)
@@ -145,9 +140,7 @@ class _Remembered:
 
 class WandB(_Remembered):
     """A run of Weights & Biases: settings as its configuration, metrics, and tables of samples.
-
-    Uploads follow ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``.
-    """
+    Uploads follow ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``."""
 
     def __init__(self, run: TrackedRun) -> None:
         super().__init__(run, "wandb")
@@ -168,9 +161,9 @@ class WandB(_Remembered):
                 "wandb-unusable",
             ) from error
         self.finish = self._run.finish
-        # W&B drops values at an earlier step than its last one, as after a resumption. So curves
-        # are drawn over a metric, and W&B's own step never decreases. Offline, only the file knows
-        # the last one; W&B knows it if the file is damaged.
+        # W&B drops values at an earlier step than its last one, for example after a resumption. So
+        # curves are drawn over a metric, and W&B's own step never decreases. Offline, only the file
+        # has the last step. If the file is damaged, W&B's own is used.
         last = self._words[1] if len(self._words) > 1 else ""
         self._at = int(last) if last.isdecimal() else getattr(self._run, "step", 0) - 1
         self._run.define_metric("step")
@@ -205,10 +198,8 @@ class Trackio(_Remembered):
 
 
 class SwanLab(_Remembered):
-    """An experiment of SwanLab, with the settings as its configuration, and metrics.
-
-    Uploads follow ``swanlab login``, ``SWANLAB_PROJ_NAME`` and ``SWANLAB_MODE``.
-    """
+    """An experiment of SwanLab, with the settings as its configuration, and metrics. Uploads follow
+    ``swanlab login``, ``SWANLAB_PROJ_NAME`` and ``SWANLAB_MODE``."""
 
     def __init__(self, run: TrackedRun) -> None:
         super().__init__(run, "swanlab")
@@ -227,8 +218,8 @@ class SwanLab(_Remembered):
 
 
 class MLflow(_Remembered):
-    """A run of MLflow: settings as parameters, and metrics, in whose names an underscore replaces
-    characters that MLflow refuses. ``MLFLOW_TRACKING_URI`` names the server."""
+    """A run of MLflow, with settings as parameters, and metrics. Underscores replace characters
+    that MLflow refuses in names. ``MLFLOW_TRACKING_URI`` names the server."""
 
     def __init__(self, run: TrackedRun) -> None:
         super().__init__(run, "mlflow")
@@ -250,8 +241,9 @@ class MLflow(_Remembered):
 
 
 class Prometheus:
-    """The newest metrics for a Prometheus server, on ``http://127.0.0.1:PORT/metrics``: gauges
-    ``stretto_NAME`` with the run's name as a label, and underscores for what names cannot have."""
+    """The newest metrics for a Prometheus server, on ``http://127.0.0.1:PORT/metrics``. They are
+    gauges ``stretto_NAME`` labelled with the run's name, with underscores for invalid characters.
+    """
 
     def __init__(self, run: TrackedRun, port: int) -> None:
         self._name = run.name
@@ -266,9 +258,9 @@ class Prometheus:
             raise port_taken(port, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Replace the metrics of the step before."""
+        """Replace the metrics of the previous step."""
         for gauge in self._gauges.values():
-            gauge.clear()  # of those that this step has not
+            gauge.clear()  # drops metrics that this step lacks
         for name, value in {"step": float(step), **metrics}.items():
             clean = "stretto_" + re.sub(r"\W", "_", name)
             if clean not in self._gauges:
@@ -288,7 +280,6 @@ _MADE: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "trackio": Trackio,
     "swanlab": SwanLab,
 }
-"""The trackers of ``config.sections.TRACKERS``."""
 
 
 def require_libraries(observe: ObserveConfig) -> None:
@@ -301,7 +292,7 @@ def require_libraries(observe: ObserveConfig) -> None:
 
 
 def open_trackers(observe: ObserveConfig, run: TrackedRun) -> dict[str, Tracker]:
-    """Open the trackers that ``observe.trackers`` names, and the page for Prometheus. Raises
+    """Open the trackers of ``observe.trackers``, and the Prometheus server. Raises
     MissingExtraError if a library is not installed, ConfigError if there is no such code, and
     StorageError if a tracker cannot be opened."""
     require_libraries(observe)

@@ -1,4 +1,4 @@
-"""Transcripts of episodes: turns, calls, answers and rewards, and which tokens the policy drew."""
+"""Transcripts of episodes: turns, calls, answers, rewards, and tokens by their origin."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from stretto.schedules.rollout import Rollout
 from stretto.types import Observation, episode_of
 
 MOST_CHARS = 20_000
-"""Characters of a text in a transcript, at most; of a longer one, the start and the end stay."""
+"""Most characters of a text in a transcript. A longer one keeps its start and end."""
 
 MOST_DEPTH = 8
-"""Depth of plain data in a transcript, at most; what is deeper stands as text."""
+"""Most depth of plain data in a transcript. Deeper data becomes text."""
 
 
 class Transcript(TypedDict, total=False):
-    """An episode's sample, as plain data; nothing of a response that is none.
+    """An episode's sample, as plain data; empty for a plain response.
 
     ``episode``
         Its id, which forks of one episode share.
     ``turns``
-        In order, each with ``tokens`` that the policy drew, ``messages`` (the turn's, and those
+        In order, each with ``tokens`` that the policy sampled, ``messages`` (the turn's, and those
         that answer it), ``calls`` (``name``, ``arguments``, ``status``, ``seconds``, ``error``,
-        ``result``, as far as they were recorded), ``context`` tokens of the answer, ``wait_s``
-        seconds until it came, and the turn's ``reward``; ``None`` where it has none.
+        ``result``, as far as recorded), ``context`` tokens of the answer, ``wait_s`` seconds until
+        it came, and the turn's ``reward``, or ``None``.
     ``pieces``
-        The response's ``text`` in pieces, control tokens spelt out, each with its ``tokens``, its
-        ``turn`` (from 0), and ``sampled``: true where the policy drew it, and was trained on it.
+        The response's ``text`` in pieces, with control tokens, each with its ``tokens``, its
+        ``turn`` (from 0), and ``sampled``: whether the policy sampled it, and was trained on it.
     ``ended_by``
         As in :class:`~stretto.types.Observation`.
     """
@@ -42,7 +42,7 @@ class Transcript(TypedDict, total=False):
 
 
 def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Transcript:
-    """Return the transcript of a rollout; ``decode`` writes token ids as text, with all of them."""
+    """Return the transcript of a rollout. ``decode`` keeps all tokens, control tokens too."""
     if not (rollout.log or rollout.turns):
         return Transcript()
     given = answers(rollout)
@@ -72,7 +72,7 @@ def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def _next_start(rollout: Rollout, end: int) -> int:
-    """Return where the context that begins at a turn's end gives way to the next turn."""
+    """Return the end of the context that begins at a turn's end."""
     for first, last in rollout.context:
         if first == end:
             end = last
@@ -127,7 +127,7 @@ def cut(text: str) -> str:
 
 
 def plain(value: Any, depth: int = MOST_DEPTH) -> Any:
-    """Make a value plain data that JSON has, with texts cut."""
+    """Convert a value to plain JSON data, with long texts cut."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, float):

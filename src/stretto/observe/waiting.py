@@ -1,6 +1,5 @@
-"""Spans of one role that overlap, as lanes: calls of an environment, of which a thousand may go on
-at once, also as a count; and other work.
-"""
+"""Lanes for overlapping spans of one role: environment calls (also counted), and other work. An
+environment may have a thousand calls at once."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from itertools import pairwise
 from stretto.observe.spans import ENVIRONMENT, Span
 
 LANES = 8
-"""Tracks of a trace that an environment's calls are spread over, as those of one may not overlap;
-calls for which none is free share one more."""
+"""Trace tracks for an environment's calls, because spans of one track must not overlap. Calls
+without a free track share one more."""
 
 
 def is_environment(role: str) -> bool:
@@ -27,24 +26,23 @@ def at_once(span: Span) -> int:
 
 
 INSTANT_S = 1e-6
-"""Stretches no longer than this, to which traces are exact, are none."""
+"""Intervals up to this precision of traces are ignored."""
 
 FURTHER = 1000
-"""Spans that such calls of a step become, at most."""
+"""Most spans per step for calls without a free track."""
 
 
 class Lanes:
-    """The tracks of a trace that an environment's calls are spread over, as they fill up."""
+    """Trace tracks of an environment's calls."""
 
     def __init__(self) -> None:
         self._ends_s = [float("-inf")] * LANES
-        self._joined_s = float("-inf")  # end of what shares the last track
+        self._joined_s = float("-inf")  # end of the shared last track's spans
 
     def place(self, spans: Iterable[Span]) -> list[tuple[str, Span]]:
-        """Return names of tracks, each with a span. Calls that find no free track become spans one
-        after the other, at most :data:`FURTHER`, whose attribute ``calls`` is their number; what of
-        them lies before the end of the last such span is cut off.
-        """
+        """Return track names, each with a span. Calls without a free track become consecutive
+        spans, at most :data:`FURTHER`, whose attribute ``calls`` is their number. Parts of them
+        before the end of the last such span are cut off."""
         placed: list[tuple[str, Span]] = []
         beyond: list[Span] = []
         for span in sorted(spans, key=lambda span: span.start_s):
@@ -64,14 +62,14 @@ class Lanes:
 
 
 LANE = re.compile(r" \(lane (\d+)\)$")
-"""End of the name of a further track of a role, which follows the role's name."""
+"""Suffix of a role's further track."""
 
 
 class RoleLanes:
     """The tracks of roles other than an environment.
 
     - Spans of one track nest or are disjoint, because viewers draw other overlaps wrongly.
-    - Spans keep their order, in which they ended. They may arrive a little late.
+    - Spans keep the order in which they ended. They may arrive a little late.
     """
 
     _KEPT = 256  # spans of a track that a later one is compared with
@@ -105,10 +103,9 @@ def _fits(span: Span, lane: Sequence[tuple[float, float]]) -> bool:
 def profile(
     spans: Iterable[Span], start_s: float, end_s: float, most: int
 ) -> list[tuple[float, float, int]]:
-    """Return how many calls go on at once between two moments: stretches of time, in order, each
-    with their number. Of more than ``most`` stretches, neighbours are joined, with the greater
-    number; then they are at most twice as many.
-    """
+    """Return the number of concurrent calls between two moments, as intervals in order. If there
+    are more than ``most`` intervals, neighbours are joined, with the greater number, to at most
+    twice ``most``."""
     inside = ((max(s.start_s, start_s), min(s.end_s, end_s), at_once(s)) for s in spans)
     changes: dict[float, int] = {}
     for begin_s, finish_s, count in inside:
@@ -119,7 +116,7 @@ def profile(
     times, open_now = sorted(changes), 0
     for at_s, next_s in pairwise(times):
         open_now += changes[at_s]
-        if open_now and next_s - at_s > INSTANT_S:  # of spans read back, one ends in the next
+        if open_now and next_s - at_s > INSTANT_S:  # spans read back may overlap by rounding
             found.append((at_s, next_s, open_now))
     if len(found) <= most:
         return found
@@ -129,7 +126,7 @@ def profile(
 def _joined(
     parts: Sequence[tuple[float, float, int]], least_s: float
 ) -> list[tuple[float, float, int]]:
-    """Join neighbours until each stretch, or what follows it, is as long as ``least_s``."""
+    """Join neighbours as long as the result is at most ``least_s`` long."""
     joined: list[tuple[float, float, int]] = []
     for start_s, end_s, count in parts:
         if joined and end_s - joined[-1][0] <= least_s:

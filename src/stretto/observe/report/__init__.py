@@ -1,4 +1,4 @@
-"""Runs, looked at afterwards or as they go on: one page to explore; or a picture of a step."""
+"""Reports of finished or live runs: one page to explore, or a picture of a step."""
 
 from stretto.observe.report.page import MAX_RUNS, html_page
 from stretto.observe.report.runs import LoadedRun, load

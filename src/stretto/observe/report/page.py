@@ -21,24 +21,24 @@ from stretto.observe.report.timeline import bars, waits
 from stretto.observe.trace import TracedStep
 
 MAX_RUNS = style.RUNS
-"""Number of colours that can be told apart. Of more runs than that, only outcomes are shown."""
+"""Number of distinguishable colours. With more runs, only outcomes are shown."""
 
 SAMPLES_PER_S = "perf/samples_per_s"
 
 NO_CURVES = ("step", "time_s", "utilisation/", "idle_s/")
-"""Starts of names of metrics without a curve; 'Where time went' has the last two."""
+"""Name prefixes of metrics without a curve. 'Where time went' has the last two."""
 
 TIMELINE_CHARS = 3_000_000
-"""Most characters in the timelines of all runs; of longer ones, every n-th step is shown."""
+"""Most characters in the timelines of all runs. Beyond it, every n-th step is shown."""
 
 SAMPLE_CHARS = 2_000_000
-"""Most characters of the samples of all runs; of more, those of every n-th step are shown."""
+"""Most characters of the samples of all runs. Beyond it, every n-th step's are shown."""
 
 _POINTS = 1000
-"""Most points of a curve; a longer one is averaged over stretches of equal length."""
+"""Most points of a curve. A longer one is averaged over stretches of equal length."""
 
 _RESOLUTION = 20_000
-"""Moments that a timeline tells apart in a step."""
+"""Time resolution of a timeline, in parts of a step."""
 
 _BINS_PER_DOUBLING = 3
 
@@ -49,16 +49,15 @@ def html_page(
     predictions: Sequence[Mapping[str, Any]] = (),
     poll_ms: int = 0,
 ) -> str:
-    """Return the page. Raises ConfigError if no run has the step in its trace, or there are too
-    many runs for timelines.
+    """Return the page. Raises ConfigError if the step is in no trace, or for too many timelines.
 
     Args:
-        runs: shown together, each with a colour of its own. Of more than :data:`MAX_RUNS`, only
-            the outcomes are shown, in the colours of their algorithms.
-        step: whose timeline is shown at first; ``None`` takes one from the middle.
-        predictions: of the runs, if any were made: each with the ``phases`` of a step (name,
-            seconds as measured, seconds as predicted) under a ``title``, or ``why`` there is none.
-        poll_ms: of a page that a server keeps up to date: pause after each look for news.
+        runs: shown together, each with its own colour. Of more than :data:`MAX_RUNS`, only the
+            outcomes are shown, in the colours of their algorithms.
+        step: the first timeline to show; ``None`` takes one from the middle.
+        predictions: of the runs, if any: each with the ``phases`` of a step (name, measured and
+            predicted seconds) under a ``title``, or with the reason ``why`` there is none.
+        poll_ms: a served page's pause between polls for updates, 0 for a file.
     """
     if step is not None and len(runs) > MAX_RUNS:
         raise ConfigError(
@@ -69,7 +68,7 @@ def html_page(
     if step is not None and not any(step in run.steps for run in runs):
         text = f"step {step} is in no run's trace; leave out `step` to see which there are"
         raise ConfigError(text, "step-not-traced")
-    # No character that could end the element that the data stands in.
+    # Escape characters that could end the element that contains the data.
     content = {**payload(runs, step), "predictions": list(predictions), "live": poll_ms}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -129,8 +128,8 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
 
 
 def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]:
-    """Return what grows with the steps of runs: ``curves`` and ``samples`` after the steps given,
-    by default all; and the figures of the whole runs that the page draws anew."""
+    """Return the growing content of a page: ``curves`` and ``samples`` after the given steps
+    (default: all), and the metrics over all steps, which the page redraws."""
     where_time_went = [figures.shares(run) for run in runs]
     after, in_brief = after or [-1] * len(runs), len(runs) > MAX_RUNS
     samples = [{} for _ in runs] if in_brief else _samples(runs, after)
@@ -156,10 +155,8 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
 
 
 def length_edges(longest: int) -> list[int]:
-    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling.
-
-    Bin i holds the lengths from edge i to edge i + 1, which is excluded. The last bin ends with
-    ``longest``.
+    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling. Bin i
+    holds lengths from edge i up to, but not including, edge i + 1. The last ends with ``longest``.
     """
     powers = (round(2 ** (power / _BINS_PER_DOUBLING)) for power in count(1))
     edges = [0, 1]
@@ -189,8 +186,8 @@ def _lengths(run: LoadedRun, edges: Sequence[int]) -> dict[str, Any] | None:
 def _curves(
     metrics: Sequence[Mapping[str, Any]], times_s: Mapping[int, float], after: int
 ) -> dict[str, Any]:
-    """Return ``steps``, ``times`` [s] and ``values`` by metric, ``None`` where one has none;
-    averaged over stretches where there are too many."""
+    """Return ``steps``, ``times`` [s] and ``values`` by metric (``None`` if missing), averaged over
+    stretches if there are too many."""
     rows = [m for m in metrics if m["step"] > after]
     size = max(1, -(-len(rows) // _POINTS))
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -209,8 +206,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the samples of each run by step: prompt, response, reward, end, tokens and scores
-    (with what sources gave beside them), and the transcript of an episode."""
+    """Return each run's samples by step: prompt, response, reward, finish, tokens, scores with the
+    sources' extra values, and the transcript of an episode."""
     every: list[dict[int, list[Any]]] = [{} for _ in runs]
     for run, step, by_step in zip(runs, after, every, strict=True):
         for s in (s for s in run.samples if s["step"] > step):
@@ -226,7 +223,7 @@ def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, 
 def _thinned(
     every: Sequence[Mapping[int, list[Any]]], most_chars: int, step: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return what each run has of its steps, of every n-th step if all were too much."""
+    """Return each run's rows by step, of every n-th step if all would be too many characters."""
     sizes = [{n: len(json.dumps(rows)) for n, rows in own.items()} for own in every]
     stride = 1
     while sum(s for size in sizes for n, s in size.items() if n % stride == 0) > most_chars:
@@ -242,7 +239,7 @@ def _thinned(
 
 
 def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
-    """Return start and length of a step [s], its bars and its waits; times in 1/20,000 of it."""
+    """Return start and length of a step [s], its bars and its waits, in 1/20,000 of its length."""
     start_s = step.start_s
     length_s = step.end_s - start_s
     roles = {role: i for i, role in enumerate(run.roles)}

@@ -1,5 +1,5 @@
-"""Runs as a report reads them: whatever records a run directory has, what it lacks, and what the
-runs achieved: win-rate against KL, and both against how off-policy the runs were."""
+"""Runs as a report reads them: their records, missing records, and results. Results are win-rate
+against KL, and both against how off-policy the runs were."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ LAST_SHARE = 10
 class LoadedRun:
     """The records of one run."""
 
-    name: str  # its folder's, with as many folders above as tell it from the other runs
+    name: str  # its folder's, with parent folders if needed to be unique
     settings: Mapping[str, Any]  # by dotted name
-    metrics: Sequence[Mapping[str, Any]]  # of each step, with ``step`` its number
-    rollouts: Sequence[RolloutRecord]  # those that ended
-    steps: Mapping[int, TracedStep] = field(default_factory=dict)  # with their spans, by number
-    roles: Sequence[str] = ()  # with a track in the trace, in the order in which they are shown
-    missing: Sequence[str] = ()  # what it lacks, in plain words
-    evaluations: Sequence[Mapping[str, Any]] = ()  # of ``stretto eval``, the oldest first
+    metrics: Sequence[Mapping[str, Any]]  # of each step, with its number ``step``
+    rollouts: Sequence[RolloutRecord]  # ended ones
+    steps: Mapping[int, TracedStep] = field(default_factory=dict)  # with spans, by number
+    roles: Sequence[str] = ()  # that have a track in the trace, in display order
+    missing: Sequence[str] = ()  # missing records, in plain words
+    evaluations: Sequence[Mapping[str, Any]] = ()  # of ``stretto eval``, oldest first
     samples: Sequence[Mapping[str, Any]] = ()  # with ``step`` and the fields of a Sample
     machine: str = ""
-    starts: Sequence[Mapping[str, Any]] = ()  # date, command and versions; the oldest first
+    starts: Sequence[Mapping[str, Any]] = ()  # date, command and versions, oldest first
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         found = [(int(m["step"]), m[metric]) for m in self.metrics if finite(m.get(metric))]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def times_s(self) -> dict[int, float]:
-        """Return seconds since the run's start at the end of each step, from the steps' own
-        durations where the time itself was not recorded."""
+        """Return seconds from the run's start to each step's end, summed up if not recorded."""
         times: dict[int, float] = {}
         now_s = 0.0
         for m in self.metrics:
@@ -60,7 +59,7 @@ class LoadedRun:
         return times
 
     def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
-        """Yield the metrics of each step, and the seconds that it took."""
+        """Yield the metrics of each step, and its seconds."""
         times_s, before_s = self.times_s(), 0.0
         for m in self.metrics:
             now_s = times_s[int(m["step"])]
@@ -77,8 +76,8 @@ class LoadedRun:
 
 
 def load(paths: Sequence[str | Path], *, begun: bool = True) -> list[LoadedRun]:
-    """Read runs, which all must have ``begun`` unless told otherwise. Raises ConfigError if a path
-    is not a run directory, none was given or one twice; StateError if a file is damaged."""
+    """Read runs, which must have ``begun`` by default. Raises ConfigError for no path, a path given
+    twice, or one that is no run directory, and StateError for a damaged file."""
     folders = [Path(path) for path in paths]
     if not folders:
         raise ConfigError("a report takes at least one run directory; got none", "no-run-named")
@@ -154,7 +153,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 class Shares(NamedTuple):
-    """Busy and idle time of a role over a run, in seconds; idle time by cause."""
+    """Busy time of a role over a run, and idle time by cause, in seconds."""
 
     role: str
     busy_s: float
@@ -162,7 +161,7 @@ class Shares(NamedTuple):
 
 
 def shares(run: LoadedRun) -> list[Shares]:
-    """Return work and waiting by role over a run, from the metrics of its steps."""
+    """Return busy and idle time by role over a run, from the metrics of its steps."""
     busy_s: defaultdict[str, float] = defaultdict(float)
     idle_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for m, step_s in run.timed():
@@ -181,7 +180,7 @@ def shares(run: LoadedRun) -> list[Shares]:
 
 
 def gpu_memory(run: LoadedRun) -> list[tuple[str, float, float]]:
-    """Return by process what tensors took of a GPU, and what torch reserved, at most [GB]."""
+    """Return by process the peaks of tensors' and of torch's reserved GPU memory [GB]."""
     most: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for m in run.metrics:
         for key, value in m.items():
@@ -192,8 +191,7 @@ def gpu_memory(run: LoadedRun) -> list[tuple[str, float, float]]:
 
 
 def about(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
-    """Return what a run is to be repeated with: facts, each with its value for every run; ``None``
-    where one is not known."""
+    """Return facts for repeating the runs, with a value for each run, ``None`` if unknown."""
 
     def versions(run: LoadedRun) -> str | None:
         each = run.starts[-1]["versions"] if run.starts else {}
@@ -216,8 +214,8 @@ def last_reward(run: LoadedRun) -> float | None:
 
 
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
-    """Return settings that are not the same in all runs that have any, with each run's value;
-    ``None`` for a run that does not have it. Where and how a run is shown is left out."""
+    """Return settings that differ among runs with settings, with each run's value or ``None``.
+    ``out``, ``seed`` and ``observe`` are left out."""
     known = [run.settings for run in runs if run.settings]
     shown = sorted({key for settings in known for key in settings} - {"out", "seed"})
     return [
@@ -243,9 +241,9 @@ def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
-    """Return win-rates with the KL [nats a response] of the same samples and the index of the run:
-    one group of points for each judge and SFT model, as figures of different judges, and distances
-    to different models, do not go into one picture."""
+    """Return win-rates with the KL [nats a response] of the same samples and the run's index. They
+    are grouped by judge and SFT model, because win-rates by different judges, and distances to
+    different models, are not comparable."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for index, run in enumerate(runs):
         for figures in (record["figures"] for record in run.evaluations):
@@ -264,8 +262,8 @@ def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 def verified(run: LoadedRun) -> dict[str, Any] | None:
-    """Return the latest pass@1 and mean score of a run, each with its standard error, and the share
-    of the prompts that training asks too, if it is known; ``None`` where neither was measured."""
+    """Return a run's latest pass@1 and mean score with standard errors, or ``None`` if not
+    measured. ``overlap`` is the share of prompts that training uses too, if known."""
     for record in reversed(run.evaluations):
         if "pass@1" in (figures := record["figures"]):
             return {
@@ -277,9 +275,9 @@ def verified(run: LoadedRun) -> dict[str, Any] | None:
 
 
 def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
-    """Return reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single
-    N. A line for each algorithm has ``points`` (N and the mean over the runs with this N) and
-    ``runs`` (N, value and index of each run)."""
+    """Return reward, win-rates, KL and perplexity by off-policyness, or nothing for a single N. A
+    line for each algorithm has ``points`` (N and the mean over its runs) and ``runs`` (N, value and
+    index of each run)."""
     dials = {
         i: run.settings[OFF_POLICY] for i, run in enumerate(runs) if OFF_POLICY in run.settings
     }
@@ -301,7 +299,7 @@ def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 _LATER = ("Perplexity", "KL", "Win-rate")
-"""Figures that come after the reward, the last one first."""
+"""Charts after the reward's, last one first."""
 
 
 def _achieved(run: LoadedRun) -> dict[str, float]:

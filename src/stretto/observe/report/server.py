@@ -1,4 +1,4 @@
-"""The page of runs as a server on the loopback keeps it up to date while they go on."""
+"""The page of runs from a loopback server, which updates it while the runs go on."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from stretto.observe.run_directory import RunDirectory
 HOST = "127.0.0.1"
 
 POLL_MS = 2000
-"""Pause of a page between two looks for news."""
+"""Milliseconds between a page's polls for updates."""
 
 _NAMES = frozenset({HOST, "localhost", "::1"})
 
 
 class RunServer(ThreadingHTTPServer):
-    """A server of the page ``/`` and of what is new in it, ``/data``, to this machine alone.
+    """A server of the page ``/`` and of its updates ``/data``, for this machine only.
 
-    A request must name the loopback as its host, so that no page of another site, whose name was
-    made to lead here, can read the runs. Raises ConfigError if the port is taken or none, or there
-    are too many runs for curves.
+    A request must name the loopback as its host, because otherwise a page of another site could
+    read the runs (DNS rebinding). Raises ConfigError if the port is taken or invalid, or there are
+    too many runs for curves.
 
     Args:
-        runs: run directories, which a run that begins later may have yet to make.
+        runs: run directories, which may not exist yet.
         port: 0 takes a free one.
     """
 
@@ -64,8 +64,7 @@ class RunServer(ThreadingHTTPServer):
         return html_page(load(self._folders, begun=False), poll_ms=POLL_MS)
 
     def data(self, after: Sequence[int]) -> str:
-        """Return what a page lacks that has the runs up to these steps, one for each run, as JSON;
-        empty if it lacks nothing."""
+        """Return updates as JSON for a page with each run up to ``after``, empty if none."""
         with self._lock:
             runs = [
                 LoadedRun(name, {}, metrics.read(), (), samples=samples.read())
@@ -75,7 +74,7 @@ class RunServer(ThreadingHTTPServer):
             return "" if newest == list(after) else json.dumps(news(runs, after))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a page that was closed before it had its answer."""
+        """Ignore a page that was closed before its answer arrived."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -98,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 text = self.server.data(list(map(int, after)))
                 self._send(200 if text else 204, "application/json", text)
-        except (StrettoError, ValueError) as error:  # a ValueError: settings that are no TOML
+        except (StrettoError, ValueError) as error:  # ValueError: invalid TOML settings
             self._send(500, "text/plain", str(error))
 
     def _send(self, status: int, kind: str, text: str) -> None:
@@ -113,4 +112,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Say nothing: a page asks every other second."""
+        """Log nothing, because pages poll every other second."""

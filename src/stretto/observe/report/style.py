@@ -1,4 +1,4 @@
-"""The colours and hatchings of reports, for pages and for pictures; see ``report.toml``."""
+"""Colours and hatchings of reports, for pages and pictures (from ``report.toml``)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _COLOURS: Sequence[Mapping[str, str]] = (_STYLE["light"], _STYLE["dark"])
 KINDS: Mapping[str, str] = _STYLE["kinds"]
 """Titles of kinds of work."""
 PALE_KINDS = ("prefill", "load", "migrate", "send")
-"""Kinds of work with pale colours, on which text is dark."""
+"""Kinds of work with pale colours, which need dark text."""
 CAUSES: Mapping[str, str] = _STYLE["causes"]
 """Titles of causes of idle time."""
 HATCHINGS: Mapping[str, str] = _STYLE["hatchings"]
 """Lines of each cause's hatching, in a square of 7."""
 RUNS = sum(name.startswith("run-") for name in _COLOURS[0])
-"""Number of colours of runs."""
 GROUPS = sum(name.startswith("group-") for name in _COLOURS[0]) - 1
-"""Number of colours of groups; one more is for all others."""
+"""Number of colours of groups. One more colour is for the rest."""
 
 
 def variables(dark: bool) -> str:

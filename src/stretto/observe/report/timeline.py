@@ -1,4 +1,4 @@
-"""The timeline of a step, reduced to what can be seen, and drawn as a picture: an SVG file."""
+"""The timeline of a step, reduced to its visible parts, and its picture as an SVG file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from stretto.observe.trace import TracedStep
 from stretto.observe.waiting import profile
 
 MAX_BARS = 300
-"""Bars of a role; with more of them, neighbours of one kind are joined."""
+"""Most bars of a role. Beyond it, neighbours of one kind are joined."""
 
 _JOINED_GAP = 1 / 1000
 _SMALLEST_WAIT = 1 / 2000
-"""Shortest wait that is shown, as a share of its step."""
+"""Shortest wait to show, as a share of its step."""
 
 _NAME_CHARS = 14
 _WIDTH, _LEFT, _RIGHT = 960, 112, 20
@@ -33,19 +33,19 @@ class Bar:
     """A stretch of work, or of waiting, of one role."""
 
     role: str
-    kind: str  # the name of the spans, up to a slash; the cause of a wait
+    kind: str  # span names up to a slash, or the cause of a wait
     start_s: float
     end_s: float
-    tokens: int | None = None  # worked on; None where that was not recorded
+    tokens: int | None = None  # None: not recorded
     version: int | None = None  # of the policy
     rollouts: Sequence[int] = ()  # the first ids
-    count: int = 0  # of rollouts, in all
-    spans: int = 1  # that it stands for
-    height: float = 1.0  # as a share of its lane's
+    count: int = 0  # of all rollouts
+    spans: int = 1  # number of joined spans
+    height: float = 1.0  # a share of its lane's height
 
 
 def bars(step: TracedStep) -> list[Bar]:
-    """Return the work of a step, in order of start; what reaches beyond it is cut off."""
+    """Return the work of a step, in order of start, clipped to the step."""
     by_role: dict[str, list[Bar]] = {}
     for span in sorted(step.spans, key=lambda span: span.start_s):
         if not span.waits and span.role != ENVIRONMENT:
@@ -103,7 +103,7 @@ def _join(of_role: Sequence[Bar], gap_s: float) -> list[Bar]:
         if bar.tokens is not None:
             last.tokens = (last.tokens or 0) + bar.tokens
         last.version = bar.version if last.version is None else last.version
-        # The same rollouts come again chunk after chunk; how many there are in all is not known.
+        # The same rollouts come again chunk after chunk, so their total is unknown.
         last.rollouts, last.count = (), 0
     return joined
 
@@ -112,12 +112,9 @@ def _join(of_role: Sequence[Bar], gap_s: float) -> list[Bar]:
 
 
 def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
-    """Draw one step of each run, one below the other over the same time axis; without a number,
-    one from the middle of those that all runs have.
-
-    The picture follows the viewer's preference for light or dark. Raises ConfigError if a run has
-    no such step in its trace.
-    """
+    """Draw one step of each run, below each other over the same time axis. By default it is the
+    middle step of all steps that every run has. The picture follows the viewer's preference for
+    light or dark. Raises ConfigError if a run has no such step in its trace."""
     if step is None:
         common = sorted(set.intersection(*(set(run.steps) for run in runs)))
         step = common[len(common) // 2] if common else 1
@@ -168,7 +165,7 @@ def _tracks(
         yield f"<text {place}>{escape(name)}</text>"
     for bar, fill in filled:
         x = _LEFT + (bar.start_s - start_s) * scale
-        # A hair narrower than it is, so that consecutive calls can be told apart.
+        # Slightly narrower, so that consecutive calls can be told apart.
         width = max((bar.end_s - bar.start_s) * scale - 0.6, 0.6)
         height = _BAR * bar.height
         top = tops[bar.role] + _BAR - height
@@ -212,8 +209,7 @@ def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int
 
 
 def tick_step(length: float, ticks: int) -> float:
-    """Return the smallest of 1, 2, 5, 10, ... (and their fractions) that gives at most ``ticks``
-    steps."""
+    """Return the least of 1, 2, 5, 10, ... (or a fraction) that gives at most ``ticks`` steps."""
     sizes = (factor * 10.0**power for power in count(-6) for factor in (1, 2, 5))
     return next(size for size in sizes if length / size <= ticks)
 
