@@ -33,7 +33,7 @@ _NUMBERS.flags.writeable = False
 
 @dataclass(slots=True)
 class _Pending:
-    """A rollout at a scorer: its tokens, of which ``cached`` are prefilled and ``sampled`` sampled."""
+    """A rollout at a scorer: its tokens, how many are prefilled (``cached``), and ``sampled``."""
 
     prompt: int
     tokens: int
