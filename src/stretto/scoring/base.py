@@ -1,11 +1,11 @@
-"""The common part of model scorers, which read rollouts whole or while they are being decoded.
+"""Base of model scorers, which read rollouts at their end or during decoding.
 
-Shapes: T sampled tokens of a response; n rows, q tokens a row of a streamed pass; H hidden size.
+Shapes: T sampled tokens of a response, n rows, q tokens per row of a streamed pass, H hidden size.
 
-Streamed scoring is the intra-step overlap of OPPO, for reference and critic too, and not in
-lock-step with decoding: tokens run through the model as they arrive, so that little is left to do
-when a rollout ends. As in the engine, the newest token is not in the cache, but runs together with
-those that follow it: each hidden state is at hand in the pass that has the token which it predicts.
+Streamed scoring is OPPO's intra-step overlap, here also for reference and critic, and not in
+lockstep with decoding. Tokens run through the model as they arrive, so that little is left to do
+when a rollout ends. As in the engine, the newest token is not cached. It runs with the tokens after
+it, so that a hidden state is in the same pass as the token that it predicts.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ warn: Say = logging.getLogger(__name__).warning
 
 
 class ModelScorer(ResponseScorer):
-    """The base of scorers that run a model. It has no state to save.
+    """Base of scorers that run a model. It has no state to save.
 
     Args:
-        token_budget: tokens of one forward pass, padding counted.
-        slots: rollouts read while they are being decoded. 0 scores all of them whole at their end.
-            So are rollouts that find no free slot or have ended when they are admitted, all
-            rollouts of a model that cannot be streamed, and all that follow an out-of-memory error.
-        say: told once of each reason to score whole what should have been streamed.
-        follows: the trained model whose weights it loads; empty when it is frozen.
-        channel: where those come from; ``None`` where the learner trains the same module.
+        token_budget: tokens of one forward pass, including padding.
+        slots: rollouts to read during decoding. 0 scores all at their end. The same happens to
+            rollouts that find no free slot or are finished when admitted, to all rollouts of a
+            model that cannot be streamed, and to all after an out-of-memory error.
+        say: reports each reason not to stream, once.
+        follows: the trained model whose weights it loads. Empty if frozen.
+        channel: source of these weights. ``None`` if the learner trains the same module.
 
     Attributes:
-        read_tokens: tokens that went through the model so far, padding not counted.
+        read_tokens: tokens that went through the model so far, without padding.
     """
 
     reads_text = False
@@ -102,7 +102,7 @@ class ModelScorer(ResponseScorer):
 
     @torch.no_grad()
     def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        """Score finished rollouts; one that the model cannot read gets its ``failure`` set."""
+        """Score finished rollouts. One that the model cannot read gets a ``failure``."""
         responses = self._take(rollout_ids)
         self._read_on(responses)
         numbers: dict[int, Tensor] = {}
@@ -124,7 +124,7 @@ class ModelScorer(ResponseScorer):
         ]
 
     def load(self, weights: WeightsRef) -> None:
-        """Score with these weights; rollouts in slots are read again with their next tokens."""
+        """Load weights. Rollouts in slots are read again with their next tokens."""
         if not self.follows:
             raise EngineError(f"scorer '{self.name}' is frozen: no weights", "scorer-frozen")
         tensors = fetched(self._channel, weights)
@@ -149,11 +149,11 @@ class ModelScorer(ResponseScorer):
             self.read_tokens += self._rows.advance(rows, self._take_hidden)
             return
         except RuntimeError as error:
-            # Ranks that hold slices must go on alike: the role is replaced.
+            # Ranks that hold slices must stay in step, so the role is replaced.
             if not is_out_of_memory(error) or slices_of(self.model)[0] is not None:
                 raise
             reason = first_line(error)
-        # Outside the handler: the error's traceback holds on to what the pass had allocated.
+        # Outside the handler, because the error's traceback keeps the pass's memory.
         self._rows = None
         self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")
 
@@ -161,7 +161,7 @@ class ModelScorer(ResponseScorer):
         row = rows.get(response.id)
         if row is None:
             if response.finish:
-                return None  # in one piece it is scored faster without a cache
+                return None  # faster in one piece, without a cache
             if not rows.free:
                 if not self._said_full:
                     self._said_full = True
@@ -195,13 +195,13 @@ class StreamedRow:
     """A rollout in a slot.
 
     Attributes:
-        prompt: all its tokens but the last, whose keys and values are copied within its group.
-        tokens: what the model is to read, as far as it is known.
+        prompt: its tokens except the last. Their keys and values are copied within a group.
+        tokens: known tokens to read.
         goal: how many of the tokens to run through the model now.
-        cached: how many have been.
-        predicting: places in ``tokens`` whose states predict sampled tokens, in order.
-        numbers: what came out so far, 1-dimensional each.
-        text: where the tokens come from, if the model has a tokenizer of its own.
+        cached: how many have run.
+        predicting: positions in ``tokens`` whose states predict sampled tokens, in order.
+        numbers: outputs so far, each 1-dimensional.
+        text: source of the tokens, if the model has another tokenizer.
     """
 
     slot: int
@@ -229,14 +229,13 @@ class RowSpan:
 
 
 TakeHidden = Callable[[Sequence[RowSpan], Tensor], None]
-"""Takes what it needs from the last hidden states [n, q, H] of one pass over n spans."""
+"""Uses the last hidden states [n, q, H] of one pass over n spans."""
 
 
 class StreamedRows:
-    """The rollouts that one model is reading, and their keys and values.
+    """The rollouts in a model's slots, with their keys and values.
 
-    Memory for all slots is allocated in the first pass, at the length needed then, and grows with
-    the longest rollout.
+    Memory for all slots is allocated in the first pass, and grows with the longest rollout.
     """
 
     def __init__(self, model: nn.Module, slots: int, token_budget: int) -> None:
@@ -267,7 +266,7 @@ class StreamedRows:
             row.numbers.clear()
 
     def advance(self, rows: Sequence[StreamedRow], take: TakeHidden) -> int:
-        """Bring each row to its goal, in passes of up to the budget; return how many tokens ran."""
+        """Run rows up to their goals, in passes within the budget. Return how many tokens ran."""
         pending = [row for row in rows if row.cached < row.goal]
         if pending:
             self._pass.cache.reserve(max(row.goal for row in pending))
@@ -275,7 +274,7 @@ class StreamedRows:
         while pending:
             waiting = self._share(pending)
             ready = [row for row in pending if row.cached < row.goal and row not in waiting]
-            # Rows that start at 0 need no mask as long as no others are among them.
+            # Separate passes: one of rows that all start at 0 needs no mask.
             for part in ([r for r in ready if not r.cached], [r for r in ready if r.cached]):
                 lengths = [min(row.goal - row.cached, self._budget) for row in part]
                 for chosen in by_token_budget(lengths, self._budget):
@@ -284,7 +283,7 @@ class StreamedRows:
         return done
 
     def _share(self, pending: Sequence[StreamedRow]) -> set[StreamedRow]:
-        """Copy prompts that some row has run; return rows whose prompt is about to be run."""
+        """Copy prompts that another row has run. Return rows that wait for a prompt to run."""
         fresh = [row for row in pending if not row.cached and row.prompt]
         if not fresh:
             return set()

@@ -1,4 +1,4 @@
-"""Reward functions as TRL, verl and OpenRLHF have them: how they are called and checked."""
+"""Reward functions as in TRL, verl and OpenRLHF: how to call them and check their results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from stretto.types import is_finite
 
 Sample = Mapping[str, Any]
 Verdict = Mapping[str, Any]
-"""A number as "value", ``None`` where the function does not apply, and perhaps what it said beside
-it as "extra", by name; or why it failed as "error"."""
+"""``value``, a number or ``None`` if the function does not apply, and optional values by name as
+``extra``. Or ``error``, the reason of a failure."""
 TIMED_OUT: Verdict = {"value": 0.0, "extra": {"timeouts": 1}}
-"""The verdict on an answer that the task's verifier could not compare in time."""
+"""Verdict on an answer that the task's verifier could not compare in time."""
 Send = Callable[[Mapping[str, Any]], None]
 Run = Callable[[Sequence[Sample], Send], str | None]
 Value = Callable[[Sample], Any]
 ASKED_TOGETHER = 64
-"""Calls of an asynchronous function for single responses that are awaited at the same time."""
+"""Most calls of an asynchronous per-response function to await at a time."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -42,9 +42,7 @@ def _column(name: str) -> Value:
 
 
 def _completion(sample: Sample) -> Any:
-    """Return the response in the form of its row's prompt, as TRL does: text, or a message; that of
-    an episode is all messages behind the prompt.
-    """
+    """Return the response as text or message, like its prompt (TRL), or an episode's messages."""
     if "messages" in sample:
         return sample["messages"]
     said = sample["response"]
@@ -82,19 +80,18 @@ def _score_of(entry: Any) -> Verdict:
 
 @dataclass(frozen=True)
 class Convention:
-    """A library's reward functions, recognised by the names of their parameters.
+    """A library's convention for reward functions, recognised by their parameter names.
 
     Attributes:
-        library, form: how people know them.
-        values: what each parameter gets of a sample.
+        library, form: for people.
+        values: by parameter, its value for a sample.
         aliases: other names of these parameters.
-        needs: groups of names; a function has a parameter of each group.
-        columns: by parameter, the column of the dataset that must be there if a function requires
-            the parameter.
-        reads: columns of the dataset that the values come from.
-        entry: reads a sample's part of the result.
-        batched: it is called once, with lists of all samples' values; otherwise once a sample.
-        others_are_columns: its other parameters are columns of the dataset, by their names.
+        needs: groups of names. A function must have a parameter of each group.
+        columns: by parameter, the dataset column that must exist if the parameter is required.
+        reads: dataset columns that the values come from.
+        entry: converts a sample's part of the result.
+        batched: whether it is called once with lists, instead of once per sample.
+        others_are_columns: whether further parameters are dataset columns of the same name.
     """
 
     library: str
@@ -109,7 +106,7 @@ class Convention:
     others_are_columns: bool = False
 
     def arguments(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
-        """Return all that its functions can take, as lists."""
+        """Return all arguments that its functions may take, as lists."""
         found = {name: [value(s) for s in samples] for name, value in self.values.items()}
         if self.others_are_columns:
             keys = {key: None for s in samples for key in s["data"] if key not in self.values}
@@ -128,7 +125,7 @@ _VERL_ALIASES = {
     **dict.fromkeys(("model_output", "predict_str", "completion"), "solution_str"),
     "test_cases": "ground_truth",
 }
-"""Names that functions of verl's package ``reward_score`` have."""
+"""Parameter names in verl's package ``reward_score``."""
 
 CONVENTIONS = (
     Convention(
@@ -178,22 +175,21 @@ CONVENTIONS = (
 )
 
 _GIVEN = {"trainer_state", "log_extra", "log_metric"}
-"""Further parameters of TRL's functions, which concern the whole batch."""
+"""Further parameters of TRL's functions, which concern the complete batch."""
 
 ENVIRONMENTS = "environments"
-"""A parameter of TRL's functions that gets the objects of ``environment_factory``."""
+"""A parameter of TRL's functions for the objects of ``environment_factory``."""
 
 SIGNATURES = "\n".join(f"  {c.library:9} {c.form}" for c in CONVENTIONS)
 
 
 class Recognised(NamedTuple):
-    """A function's convention, and the columns of the dataset that it uses.
+    """A function's convention, and the dataset columns that it uses.
 
     Attributes:
-        columns: those that it looks at; None for all.
-        required: those that it cannot do without.
-        environments: whether it looks at the objects that answered; without such, the parameter is
-            a column.
+        columns: columns that it reads. None: all.
+        required: columns that it cannot do without.
+        environments: whether it takes the environments' objects. Without any it is a column.
     """
 
     convention: Convention
@@ -206,8 +202,8 @@ class Recognised(NamedTuple):
 class RewardFunction:
     """A function in one form for all conventions.
 
-    ``run`` scores a list, sends a verdict for each sample, and returns what went wrong with the
-    list as a whole, if anything. The others are as in :class:`Recognised`.
+    ``run`` scores a list, sends a verdict for each sample, and returns an error of the complete
+    list, if any. For the other fields see :class:`Recognised`.
     """
 
     run: Run
@@ -217,11 +213,11 @@ class RewardFunction:
 
 
 def convention_of(signature: inspect.Signature, file: str, name: str) -> Recognised:
-    """Recognise a function's convention; raises ConfigError if the signature is not known."""
+    """Recognise a function's convention. Raises ConfigError for an unknown signature."""
     parameters = signature.parameters.values()
     named, takes_any = _names(signature)
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
-    # TRL passes everything by keyword, so its functions may name a few values or columns alone.
+    # TRL passes everything by keyword, so its functions may name only some of the values.
     any_names = takes_any or ENVIRONMENTS in named
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     for convention in () if positional else CONVENTIONS:
@@ -236,7 +232,7 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
         if required <= convention.values.keys() | convention.aliases.keys():
             missed = [column for of, column in convention.columns.items() if of in required]
             return Recognised(convention, convention.reads, missed)
-        any_names = False  # it is a function of this convention with a parameter too many
+        any_names = False  # of this convention, but with an unknown parameter
     raise ConfigError(
         f"reward.sources: '{name}{signature}' in '{file}' has a signature that is not known. The "
         f"parameters must be named as in one of:\n{SIGNATURES}",
@@ -245,9 +241,9 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
 
 
 def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
-    """Make a reward function of one in any convention; raises ConfigError if it is in none.
+    """Convert a function of any convention. Raises ConfigError for others.
 
-    A class with ``__call__`` is made once, without arguments, and its object is called.
+    A class with ``__call__`` is instantiated once without arguments, and the object is called.
     """
     if inspect.isclass(function) and "__call__" in dir(function):
         make: Callable[[], Any] = function
@@ -262,7 +258,7 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     signature = inspect.signature(function)
     convention, columns, required, environments = convention_of(signature, file, name)
     call, loop = _caller(function, signature, convention.aliases), _Loop()
-    if columns is None:  # any keyword is taken, so the code tells which it reads
+    if columns is None:  # with **kwargs, only the code shows its use
         code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
         environments |= ENVIRONMENTS in getattr(code, "co_consts", ())
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
@@ -324,7 +320,7 @@ async def _itself(result: Awaitable[T]) -> T:
 
 
 class TrainerState(SimpleNamespace):
-    """What TRL's functions get of TRL's ``TrainerState``."""
+    """The fields of TRL's ``TrainerState`` that its functions get here."""
 
     def __getattr__(self, name: str) -> NoReturn:
         known = " and ".join(vars(self))
@@ -332,7 +328,7 @@ class TrainerState(SimpleNamespace):
 
 
 class Log:
-    """The values that a function gives beside the scores of ``count`` samples, by name."""
+    """Values by name that a function logs in addition to the scores of ``count`` samples."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -340,24 +336,23 @@ class Log:
         self._of_all: dict[str, list[float]] = {}
 
     def add(self, column: str, values: Any) -> None:
-        """Take a value for each sample, as TRL's ``log_extra``; RewardError for another number."""
+        """Log one value per sample, as TRL's ``log_extra``. RewardError for a wrong count."""
         listed = plain(values)
         if not isinstance(listed, list) or len(listed) != self._count:
             raise RewardError(f"'{column}' is not a list of {self._count} values, one a sample")
         self._of_samples[str(column)] = listed
 
     def metric(self, name: str, value: Any) -> None:
-        """Take a number for all samples, as TRL's ``log_metric``; of several it is their mean.
+        """Log a number for all samples, as TRL's ``log_metric``. Several are averaged.
 
-        What is no finite number is left out: it must not cost the scores beside it.
+        A value that is not a finite number is dropped, so that it does not cost the scores.
         """
         with suppress(RewardError):
             number = as_number(value)
             self._of_all.setdefault(str(name), []).append(number)
 
     def scores(self, result: Any) -> Any:
-        """Return the scores in a result: it, or the ``rewards`` of a dict, whose ``extra_logs`` are
-        taken as OpenRLHF takes them."""
+        """Return the scores of a result, or a dict's ``rewards``. Log its ``extra_logs``."""
         if not isinstance(result, Mapping):
             return result
         for name, values in (result.get("extra_logs") or {}).items():
@@ -366,7 +361,7 @@ class Log:
         return result.get("rewards", result)
 
     def beside(self, at: int, verdict: Verdict) -> Verdict:
-        """Return a sample's verdict with what was said beside it."""
+        """Add the logged values to a sample's verdict."""
         extra = {name: fmean(values) for name, values in self._of_all.items()}
         extra |= {name: values[at] for name, values in self._of_samples.items()}
         extra |= verdict.get("extra", {})
@@ -379,8 +374,8 @@ def one_by_one(
     entry: Callable[[Any], Verdict] = _number,
     loop: _Loop | None = None,
 ) -> Run:
-    """Score each sample for itself: an error on one does not touch the others. Results that have to
-    be awaited are awaited together in ``loop``, at most :data:`ASKED_TOGETHER` at a time.
+    """Score each sample separately, so that an error concerns only one. Awaitable results are
+    awaited together in ``loop``, up to :data:`ASKED_TOGETHER` at a time.
     """
 
     def judge(sample: Sample) -> Verdict:
@@ -419,10 +414,9 @@ def one_by_one(
 def all_at_once(
     score: Callable[[Sequence[Sample], Log], Any], file: str, entry: Callable[[Any], Verdict]
 ) -> Run:
-    """Score the list in one call; ``entry`` reads a sample's part of the result.
+    """Score the list in one call. ``entry`` converts a sample's part of the result.
 
-    An error is that of the whole list. If it gives anything but one entry a sample, it cannot be
-    told whose they are, and the function has failed on all samples.
+    An error fails all samples. So does a wrong number of entries, because they cannot be matched.
     """
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
@@ -445,14 +439,14 @@ def all_at_once(
 def _verdict(judge: Callable[[T], Verdict], on: T, file: str | None) -> Verdict:
     try:
         return judge(on)
-    except KeyboardInterrupt:  # the user's, where the reward function shares their process
+    except KeyboardInterrupt:  # the user's, if the function runs in their process
         raise
-    except BaseException as error:  # SystemExit too, and whatever reward functions invent
+    except BaseException as error:  # including SystemExit
         return {"error": describe(error, file)}
 
 
 def listed(result: Any, count: int) -> Sequence[Any]:
-    """Return a function's list of scores; raises RewardError if it is none of ``count``."""
+    """Return a function's list of scores. Raises RewardError unless it has ``count`` entries."""
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, Sequence) or isinstance(result, str):
         raise RewardError(f"it returned {repr(result)[:200]} instead of a list of numbers")
@@ -462,7 +456,7 @@ def listed(result: Any, count: int) -> Sequence[Any]:
 
 
 def as_number(value: Any) -> float:
-    """Return a score as a number; raises RewardError if it is none that is finite as float32."""
+    """Return a score as a float. Raises RewardError unless it is finite as float32."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):

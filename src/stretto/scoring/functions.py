@@ -1,8 +1,8 @@
-"""Rewards from code, in a process of its own: the task's verifier, a user's function or server.
+"""Rewards from code in a separate process: the task's verifier, a user's function or a server.
 
-A reward function that raises, hangs, ends its process, or gives no number that is finite as float32
-has failed on a sample. That is reported with the sample and never turned into a number. A function
-of TRL's convention may say ``None``: it does not apply to the sample.
+A reward function fails on a sample if it raises, hangs, ends its process, or returns a number that
+is not finite as float32. A failure is reported with the sample and never becomes a number. A TRL
+function may return ``None`` if it does not apply to the sample.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RETRY_LIMITS = 4
-"""Time limits spent, at most, on scoring a failed batch again one sample at a time."""
+"""Most time limits to spend on scoring a failed batch again, one sample at a time."""
 
 Payload = Mapping[str, Any]
 
@@ -39,27 +39,26 @@ _log = logging.getLogger(__name__)
 
 
 class FunctionScorer(ResponseScorer):
-    """A scorer of finished rollouts by the task's verifier or a function of the user's.
+    """Scores finished rollouts by the task's verifier, a server or a user's function.
 
-    The reward function's process starts at construction, so that mistakes show before anything
-    heavy is loaded; it is started again after a hang, and then has lost what it kept in memory.
+    The process starts at construction, so that mistakes show before anything heavy is loaded. After
+    a hang it restarts, and its memory is lost.
 
     Args:
-        source: the task's verifier, a server, or a function, whose file is relative to the working
-            directory, or whose module is installed or there.
-        stop: strings that end a response, or a turn of one. They are not scored.
-        timeout_s: time that the reward function may take for the responses of one ``finish`` call.
-        columns: of the dataset. A function that needs another one is refused at construction.
-        function: what ``source`` stands for where the caller has it as an object. It is called in
-            this process, and no time limit can end it.
-        max_steps: of the run, for functions that ask for TRL's ``trainer_state``.
-        environment: whether something answers turns. A function with the parameter ``environments``
-            then is called where that lives, and this makes its samples: it has no process.
+        source: the task's verifier, a server, or a function. The function's file or module is
+            relative to the working directory, or the module is installed.
+        stop: strings that end a response or turn. They are not scored.
+        timeout_s: for all responses of one ``finish`` call.
+        columns: of the dataset. A function that requires another one is refused.
+        function: the caller's object for ``source``. It runs in this process, with no time limit.
+        max_steps: of the run, for TRL's ``trainer_state``.
+        environment: whether the run has an environment. If so, functions with the parameter
+            ``environments`` run in its process, and this class only makes their samples.
 
     Attributes:
-        global_step: steps that the run has taken, for the same.
-        looks_inside: whether it is such a function.
-        timeouts: answers so far that the task's verifier could not compare in time.
+        global_step: steps of the run so far, for ``trainer_state``.
+        looks_inside: whether the function runs in the environment's process.
+        timeouts: answers that the task's verifier could not compare in time.
     """
 
     def __init__(
@@ -117,14 +116,14 @@ class FunctionScorer(ResponseScorer):
         return list(map(self._score, responses, texts, self._ask_all(responses, texts)))
 
     def sample(self, response: Response) -> Payload:
-        """Return a response as the function gets it; RewardError where a column cannot be sent."""
+        """Return the function's input. Raises RewardError for a column that is not JSON."""
         return self._payload(response, self._text(response))
 
     def failure(self, response: Response, why: str) -> str:
         return self._failure(response, self._text(response), why)
 
     def load(self, weights: WeightsRef) -> None:
-        """Raise EngineError: a function follows no trained model."""
+        """Raise EngineError, because a function has no weights."""
         raise EngineError(f"scorer '{self.name}' is a function: no weights", "scorer-frozen")
 
     def close(self) -> None:
@@ -150,7 +149,7 @@ class FunctionScorer(ResponseScorer):
         )
 
     def _ask_all(self, responses: Sequence[Response], texts: Sequence[str]) -> list[Verdict]:
-        """Ask for all in one call; where that leaves some open, for those one at a time."""
+        """Ask for all verdicts in one call, and for missing ones again one at a time."""
         verdicts: dict[int, Verdict] = {}
         payloads: dict[int, Payload] = {}
         for at, (response, text) in enumerate(zip(responses, texts, strict=True)):
@@ -186,8 +185,8 @@ class FunctionScorer(ResponseScorer):
         return answers
 
     def _unscored(self, why: str | None, *, late: bool) -> Verdict:
-        """Return the verdict on a sample without one: wrong if the task's verifier took too long,
-        because a right answer would be compared in time; else a failure.
+        """Return the verdict on an unscored sample: wrong if the task's verifier took too long,
+        because it compares right answers in time. Otherwise a failure.
         """
         return TIMED_OUT if late and self._verifies else {"error": why}
 
@@ -221,7 +220,7 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 
 def _as_json(column: str, value: Any) -> Any:
-    """Return a cell as JSON has it, with the text of values without such a form: dates, bytes."""
+    """Return a cell as JSON. Other values, such as dates and bytes, become text."""
     try:
         return json.loads(json.dumps(value, default=_as_text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -240,9 +239,9 @@ def _as_text(value: Any) -> Any:
 
 
 def locate(source: RewardSource) -> dict[str, str]:
-    """Return the place of a function (:func:`stretto.outside.locate`), or the URL of a server.
+    """Return a function's location (:func:`stretto.outside.locate`), or a server's URL.
 
-    Raises ConfigError if there is no such file or module, or texts should not go to the URL.
+    Raises ConfigError if there is no such file or module, or if the URL is not safe.
     """
     if source.kind == "server":
         from stretto.scoring.remote import check_url
@@ -260,7 +259,7 @@ def locate(source: RewardSource) -> dict[str, str]:
 
 
 def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:
-    """Raise ConfigError for a function that needs columns which the dataset has not."""
+    """Raise ConfigError if a function requires columns that the dataset lacks."""
     if missing := sorted(set(required) - set(columns)):
         raise ConfigError(
             f"reward.sources: '{source}' has parameters without a default that are no columns "
@@ -277,17 +276,17 @@ def _short(text: str, limit: int = 400) -> str:
 
 
 class LocalFunction:
-    """A function called in this process, in place of a process of its own."""
+    """A function that runs in this process."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = getattr(function, "__name__", type(function).__name__)
         try:
             file = inspect.getsourcefile(function) or "Python"
-        except TypeError:  # an object that can be called has no source of its own
+        except TypeError:  # a callable object has no source
             file = "Python"
         try:
             self._function = recognise(function, file, name)
-        except (TypeError, ValueError) as error:  # some that are written in C do not tell
+        except (TypeError, ValueError) as error:  # some functions written in C
             raise ConfigError(
                 f"reward.sources: '{name}' does not tell the names of its parameters ({error}); "
                 "wrap it in a Python function of completions",
@@ -303,4 +302,4 @@ class LocalFunction:
         return Answers(verdicts, trouble)
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        """Do nothing, because there is no process to end."""

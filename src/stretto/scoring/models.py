@@ -1,7 +1,7 @@
 """Scores from models: the reference, the critic, and reward models.
 
-Shapes: N sampled tokens of a pass, flattened; b sequences of a micro-batch; n rows and q tokens a
-row of a streamed pass; H hidden size.
+Shapes: N sampled tokens of a pass (flattened), b sequences of a micro-batch, n rows and q tokens
+per row of a streamed pass, H hidden size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class TokenScorer(ModelScorer):
-    """A number for each sampled token, read from the hidden state [N, H] that predicts it."""
+    """Computes a number for each sampled token from the hidden state [N, H] that predicts it."""
 
     def __init__(
         self, read: Callable[[Tensor, Tensor], Tensor], *args: Any, **options: Any
@@ -79,11 +79,11 @@ class TokenScorer(ModelScorer):
 def reference_scorer(
     model: nn.Module, temperature: float, token_budget: int, **options: Any
 ) -> TokenScorer:
-    """Return a scorer by log-probabilities of the reference policy, at the sampling temperature.
+    """Return a scorer by the reference's log-probabilities, at the sampling temperature.
 
-    A PEFT model serves as its own reference: the scorer runs its frozen weights, in modules of its
-    own that have no adapters. Switching the adapters off instead would switch off their gradients
-    too, under a learner that may be at work in another thread.
+    A PEFT model is its own reference: the scorer runs its frozen weights in separate modules
+    without adapters. Disabling the adapters instead would also disable their gradients for a
+    learner that may be at work in another thread.
     """
     if hasattr(model, "peft_config"):
         adapted: Any = with_own_structure(model)
@@ -98,14 +98,14 @@ def reference_scorer(
 
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
-    """Return whether a classifier's output is its scalar head on the last token's state."""
+    """Whether a classifier's output is its scalar head on the last token's state."""
     try:
         scalar_head(model)
     except ModelError:
         return False
     config = text_config(model)
     tokens = [t for t in range(64) if t != config.pad_token_id and t < config.vocab_size]
-    rows = [tokens[start::4] for start in range(4)]  # several, as one could agree by chance
+    rows = [tokens[start::4] for start in range(4)]  # several, because one could agree by chance
     device = next(model.parameters()).device
     ours = torch.stack([apply_scalar_head(model, last_hidden(model, [r])[0]) for r in rows])
     each = [model(torch.tensor([row], device=device)).logits[0, 0] for row in rows]
@@ -115,7 +115,7 @@ def reads_last_token(model: nn.Module) -> bool:
 
 
 def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenScorer:
-    """Return a scorer by V(s_t), the value of the state before token t; it follows the critic."""
+    """Return a scorer by V(s_t), the value of the state before token t. It follows the critic."""
     if not reads_last_token(model):
         raise ModelError(
             f"a critic gives each token's state a value, from what came before it alone; "
@@ -133,18 +133,18 @@ def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenS
 class RewardModelScorer(ModelScorer):
     """A scalar from a sequence classifier, for prompt and response together.
 
-    A causal model is read at the last token, whatever token that is; any other runs whole. One with
-    the actor's tokenizer reads the very tokens that were sampled. One with a tokenizer of its own
-    reads the same conversation as text (``retokenise.py``); what it has read of a response in slots
-    is taken back where the whole response turns out to have other tokens.
+    A causal model is read at the last token, whatever token that is. Other models run on complete
+    sequences. With the actor's tokenizer, the model reads the sampled tokens. With another one, it
+    reads the conversation as text (``retokenise.py``), and tokens that were read during decoding
+    are rolled back if the complete response has other ones.
 
     Args:
-        given_ends: tokens of the actor that end responses which were given rather than sampled.
-        episodes: whether responses are of several turns. One with a tokenizer of its own reads them
-            at their end, as messages: what a template makes of a turn may depend on later ones.
+        given_ends: the actor's end tokens, for responses that were not sampled.
+        episodes: whether responses have several turns. With another tokenizer they are read at
+            their end, as messages, because a template may render a turn differently before others.
 
     Attributes:
-        rolled_back_tokens: tokens read so far that were taken back.
+        rolled_back_tokens: tokens read so far that were rolled back.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class RewardModelScorer(ModelScorer):
         return logits[:, 0]
 
     def require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ModelError for a model that has no position left for a response to any prompt."""
+        """Raise ModelError if the model has no position left for a response to any prompt."""
         if self._positions is None:
             return
         nothing = np.empty(0, np.int32)
@@ -275,6 +275,6 @@ class RewardModelScorer(ModelScorer):
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Return whether two tokenizers give the same ids: one vocabulary, applied the same way."""
+    """Whether two tokenizers give the same ids: one vocabulary, applied the same way."""
     probe = "Two tokenizers, 1234 words; naïve — “quotes”,\n\n\tand  spaces."
     return a.get_vocab() == b.get_vocab() and a(probe)["input_ids"] == b(probe)["input_ids"]

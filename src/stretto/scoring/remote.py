@@ -1,4 +1,4 @@
-"""Reward servers: functions behind a URL, by the protocol of OpenRLHF's remote reward models.
+"""Reward servers behind a URL, by the protocol of OpenRLHF's remote reward models.
 
 A request has lists of texts, and the answer has one number for each of them::
 
@@ -36,33 +36,32 @@ from stretto.scoring.conventions import (
 )
 
 TOKEN = "STRETTO_REWARD_TOKEN"
-"""Environment variable whose value, if any, servers get as a bearer token."""
+"""Environment variable with the bearer token for servers, if any."""
 IN_FLIGHT = 8
-"""Requests to a server at a time; a batch is cut into as many."""
+"""Concurrent requests to a server. A batch is cut into as many."""
 ATTEMPTS = 4
-"""Requests for the same samples, at most."""
+"""Most requests for the same samples."""
 BACKOFF = wait_exponential(multiplier=0.5) + wait_random(0, 0.5)
-"""Seconds between attempts: random in part, so that requests of one batch do not all come back
-together."""
+"""Seconds between attempts. Partly random, so that a batch's requests do not coincide again."""
 LONGEST_WAIT_S = 30.0
-"""Seconds to wait if the server's Retry-After asks for more."""
+"""Most seconds to wait for a server's Retry-After."""
 BUSY = (429, 502, 503, 504)
-"""Statuses of a server, or of what is before it, that may be over in a moment."""
+"""HTTP statuses that may be temporary."""
 
 
 class _RefusedError(RewardError):
-    """The server has answered, and will not score these samples."""
+    """The server answered, and refuses to score these samples."""
 
 
 class _BusyError(RewardError):
-    """The server gave no answer. It may give one after ``wait_s``."""
+    """The server did not answer. It may do so after ``wait_s``."""
 
     wait_s = 0.0
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for a URL without a host, to which texts would travel in the clear, or with
-    parts that may be secret: records and messages name sources by their URLs.
+    """Raise ConfigError for a URL without a host, for unencrypted texts to another machine, and for
+    parts that may be secret, because records and messages contain the URL.
     """
     place = urlsplit(url)
     if "@" in place.netloc or place.query or place.fragment:
@@ -85,7 +84,7 @@ def check_url(url: str) -> None:
 
 
 def open_server(url: str) -> RewardFunction:
-    """Make a reward function of a server. Proxies of the environment are not used for loopback."""
+    """Make a reward function of a server. Loopback addresses bypass proxies."""
     try:
         client = Client(
             trust_env=not is_loopback(urlsplit(url).hostname),  # for proxies
@@ -130,7 +129,7 @@ def _verdicts(rewards: Sequence[Any], log: Log) -> Iterator[Verdict]:
 
 
 def _post(client: Client, url: str, samples: Sequence[Sample]) -> Any:
-    """Return the server's answer; raises RewardError where none comes, or none that is JSON."""
+    """Return the server's answer. Raises RewardError if there is none, or it is not JSON."""
     body = {
         "query": [s["prompt"] + s["response"] for s in samples],
         "prompts": [s["prompt"] for s in samples],
@@ -153,7 +152,7 @@ def _post(client: Client, url: str, samples: Sequence[Sample]) -> Any:
 
 
 def _ask(client: Client, url: str, body: str, headers: dict[str, str]) -> Any:
-    """Return the answer of one request. Redirects are refused: texts go where the user said."""
+    """Send one request. Redirects are refused, so that texts go only where the user said."""
     try:
         answer = client.post(url, content=body, headers=headers)
     except (HTTPError, InvalidURL) as error:
@@ -178,7 +177,7 @@ def _wait(state: RetryCallState) -> float:
 
 
 def _retry_after_s(header: str) -> float:
-    """Return the seconds of a Retry-After, which has a number or a date."""
+    """Return the seconds of a Retry-After header, which is a number or a date."""
     try:
         if header.isdecimal():
             return min(float(header), LONGEST_WAIT_S)

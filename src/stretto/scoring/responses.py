@@ -1,4 +1,4 @@
-"""Responses that a scorer keeps until they are scored, and their text."""
+"""Buffers responses until they are scored, and decodes them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 WINDOW = 4
-"""Tokens in front of a piece of a text that are decoded with it."""
+"""Tokens before a piece of text that are decoded with it."""
 
 
 class ResponseScorer:
-    """A scorer that keeps responses, which grow chunk by chunk, until they are scored."""
+    """Base of scorers. Buffers responses, which grow by chunks, until they are scored."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._responses: dict[int, Response] = {}
-        self._buffers: dict[int, IntArray] = {}  # of tokens, with room for more
+        self._buffers: dict[int, IntArray] = {}  # tokens, with spare capacity
 
     def admit(self, responses: Sequence[Response]) -> None:
         for r in responses:
@@ -50,7 +50,7 @@ class ResponseScorer:
                     "chunk-not-next",
                 )
             buffer, end = self._buffers[known.id], len(known) + len(chunk.tokens)
-            if end >= len(buffer):  # the first is the admitted response's own
+            if end >= len(buffer):  # the first buffer is the response's own
                 buffer = self._buffers[known.id] = np.resize(buffer, 2 * end)
             buffer[len(known) : end] = chunk.tokens
             mixed = known.sampled is not None or chunk.sampled is not None
@@ -68,7 +68,7 @@ class ResponseScorer:
             self._buffers.pop(rollout_id, None)
 
     def _take(self, rollout_ids: Sequence[int]) -> list[Response]:
-        """Hand out responses that have ended, and forget them; or raise, and forget none."""
+        """Return finished responses and drop them. If one is not finished, raise and drop none."""
         for rollout_id in rollout_ids:
             known = self._responses.get(rollout_id)
             if known is None or known.finish is None:
@@ -83,7 +83,7 @@ class ResponseScorer:
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut the text of a turn before its first stop string, with which an engine ends it."""
+    """Cut the text of a turn before its first stop string."""
     places = [at for at in map(text.find, stop) if at >= 0]
     return text[: min(places)] if places else text
 
@@ -96,17 +96,15 @@ def response_text(
     sampled: BoolArray | None = None,
     joints: Mapping[int, str] | None = None,
 ) -> str:
-    """Decode a response without special tokens; each turn ends before its stop string.
-
-    The context between the turns of an episode is never cut.
+    """Decode a response without special tokens. Each turn ends before its stop string.
 
     Args:
-        sampled, joints: as in :class:`~stretto.types.Response`.
+        sampled, joints: as in :class:`~stretto.types.Response`. Context between turns is not cut.
     """
     ids = list(tokens)
 
     def decoded(start: int, end: int) -> str:
-        # Some tokenizers drop the space at the beginning of a text, so decode what precedes it.
+        # Some tokenizers drop a leading space, so decode some tokens before it, too.
         first = max(0, start - WINDOW)
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         before = tokenizer.decode(ids[first:start], **options) if start else ""
@@ -132,13 +130,13 @@ def spelt_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 STREAMED_SHARE = 16
-"""The part of a forward pass, 1 / 16, from which a streaming scorer's call is worth its fixed cost
-(docs/schedules.md): 64 tokens on a CPU. A constant, so that a run repeats itself."""
+"""A streaming scorer's call is worth its fixed cost from 1 / 16 of a forward pass on, or 64 tokens
+on a CPU (docs/schedules.md). A constant, so that runs are reproducible."""
 
 
 def worthwhile_tokens(token_budget: int, *, streaming: bool) -> int:
-    """Return the tokens that make a call worth its fixed cost: half a full forward pass of them.
+    """Return the tokens from which a call is worth its fixed cost: half a forward pass.
 
-    While a scorer streams they are fewer: what is not read beside decoding is read at the end.
+    If a scorer streams, they are fewer, because tokens not read during decoding wait for the end.
     """
     return token_budget // (STREAMED_SHARE if streaming else 2)

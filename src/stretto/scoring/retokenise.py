@@ -1,12 +1,11 @@
-"""A response in the tokens of another tokenizer, while the response still grows.
+"""Tokenises a growing response for a reward model with another tokenizer.
 
-A reward model with a tokenizer of its own reads text. The tokens of a text that grows are not those
-of the text so far with some added: the last word may yet become another one. So only tokens are
-read that lie two words or more before the end, and at the end the whole text is tokenised once
-more. What was read wrongly, if anything, then shows, and is taken back.
+Such a model reads text. The tokens of a growing text change at its end, because the last word may
+become another one. So only tokens at least two words before the end are read. At the end the
+complete text is tokenised again, and tokens that differ are rolled back.
 
-What a policy types stays text: it spells no control tokens (:mod:`stretto.tasks.encode`). Texts
-here are escaped, and offsets are characters of the text as the model reads it.
+Text of the policy cannot spell control tokens (:mod:`stretto.tasks.encode`). Texts here are
+escaped, and offsets are characters of the text as the model reads it.
 """
 
 from __future__ import annotations
@@ -26,36 +25,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_WORDS = 2
-"""Words at the end of the text that wait for what comes after them."""
+"""Words at the end of the text that wait for the text after them."""
 HELD_CHARACTERS = 64
-"""Characters that are held back at most, where a text has no spaces."""
+"""Most characters to hold back in a text without spaces."""
 CONTEXT_TOKENS = 16
-"""Tokens before the new ones that are tokenised once more, so that the new ones come out as in the
-whole text."""
+"""Earlier tokens to tokenise again, so that new ones are the same as in the complete text."""
 AGREEMENT_TOKENS = 4
-"""Context tokens that must come out as before; else the whole text is tokenised anew."""
+"""Context tokens that must not change. Otherwise the complete text is tokenised again."""
 
 Encode = Callable[[str, int], Pieces]
-"""Encodes a text from a place in it on; special tokens are added only where that is 0. The spans of
-the tokens count from that place."""
+"""Encodes a text from a position on, from which spans count. Special tokens only at 0."""
 
 
 class ConversationReader:
-    """The tokens of a rollout as a reward model with a tokenizer of its own reads them.
+    """The tokens of a rollout for a reward model with another tokenizer.
 
-    A conversation goes through the model's chat template, or where it has none becomes the text of
-    its turns with empty lines between. A plain prompt and its response are one text. The prompt's
-    tokens stay what they are without a response. A response that has ended is followed by an end
-    token, and that by nothing, as where reward models are trained. An episode is read as its
-    messages, not as its tokens, which are laid out by the actor's template. Raises ModelError where
-    the chat template refuses a conversation.
+    - A conversation is rendered by the model's chat template. Without one, empty lines join its
+      turns. A plain prompt and its response are one text.
+    - The prompt has the same tokens as without a response.
+    - A finished response is followed by an end token only, as in the training of reward models.
+    - An episode is read as messages, because the actor's template laid out its tokens.
+
+    Raises ModelError if the chat template refuses a conversation.
 
     Args:
-        name: the scorer's, for messages.
-        stop: strings that ended responses; not part of what is read.
-        ends: tokens of the reward model that end a response; of these the tokenizer's own stands
-            where the template has none. Empty: the conversation is read as its template has it.
-        given_ends: tokens of the actor that end responses which were given rather than sampled.
+        name: of the scorer, for messages.
+        stop: strings that ended responses. They are not read.
+        ends: the reward model's end tokens. Its tokenizer's is added if the template has none. If
+            empty, the rendered conversation is read unchanged.
+        given_ends: the actor's end tokens, for responses that were not sampled.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class ConversationReader:
         self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
 
     def tokens(self, response: Response) -> list[int]:
-        """Return all tokens that are read of a finished response."""
+        """Return all tokens to read of a finished response."""
         prompt, sampled = response.prompt, response.tokens.tolist()
         text = response_text(self._actor_tokenizer, sampled, response.finish, self._stop)
         if response.messages:
@@ -91,7 +89,7 @@ class ConversationReader:
         ended = given or response.finish is FinishReason.STOP
         read = read if ended else shown
         asked = self._asked(prompt)
-        if not read.startswith(asked):  # the template shows it in another way once it is answered
+        if not read.startswith(asked):  # the template renders it differently with an answer
             asked = ""
         before = self._encoder.ids(asked, special=special) if asked else []
         said = continued(self._encoder, asked, before, read[len(asked) :], special=special)
@@ -103,16 +101,16 @@ class ConversationReader:
         return [*before, *said]
 
     def begun(self, response: Response) -> str:
-        """Return the text that is read of an unfinished response, escaped, up to its end so far.
+        """Return the text of the prompt and the unfinished response, escaped.
 
-        It may end in replacement characters, for a character of which some bytes are still to come.
-        Decoding and rendering begin anew each time: that is a tenth of the time of tokenising.
+        It may end in replacement characters for an incomplete character. Each call decodes and
+        renders everything, which takes a tenth of the time of tokenising.
         """
         text = response_text(self._actor_tokenizer, response.tokens.tolist(), None)
         return self._render(response.prompt, text, unfinished=True).partition(MARK)[0]
 
     def prefix(self, prompt: Prompt) -> StablePrefix:
-        """Return the text of :meth:`begun` in tokens; empty as yet."""
+        """Return an empty :class:`StablePrefix` for the text of :meth:`begun`."""
         special = not self._templated(prompt)
         asked = self._asked(prompt) if self._ends else ""
 
@@ -124,7 +122,7 @@ class ConversationReader:
             edge = len(asked) - start
             if not (text.startswith(asked) and any(a < edge < b for a, b in spans)):
                 return ids, spans
-            # A token lies across the end of the prompt, whose own tokens stay.
+            # A token spans the end of the prompt, whose tokens must not change.
             ids, spans = pieces(text[start : len(asked)], start == 0)
             more, places = pieces(text[len(asked) :], False)
             return [*ids, *more], [*spans, *((a + edge, b + edge) for a, b in places)]
@@ -132,7 +130,7 @@ class ConversationReader:
         return StablePrefix(encode, max(map(len, self._stop), default=0))
 
     def _asked(self, prompt: Prompt) -> str:
-        """Return the prompt as it is read alone, escaped; empty if a chat template refuses that."""
+        """Return the prompt without a response, escaped. Empty if a chat template refuses it."""
         if not prompt.messages:
             return self._encoder.escape(prompt.text)
         if not self._templated(prompt):
@@ -148,7 +146,7 @@ class ConversationReader:
         return bool(prompt.messages and self._tokenizer.chat_template)
 
     def _render(self, prompt: Prompt, text: str, *, unfinished: bool = False) -> str:
-        """Return prompt and response, escaped; unfinished, with :data:`MARK` behind them."""
+        """Return prompt and response, escaped. If unfinished, :data:`MARK` follows them."""
         if not prompt.messages:
             return self._encoder.escape(prompt.text + text) + MARK * unfinished
         turns = [*prompt.messages, Message(role="assistant", content=text)]
@@ -174,10 +172,9 @@ class ConversationReader:
 
 
 class StablePrefix:
-    """The tokens of a growing text, without its last words, which more text will hardly change.
+    """The tokens of a growing text without its last words, which may still change.
 
-    Each call tokenises what is new, with some context before it, so that the work grows with the
-    text and not with its square.
+    Each call tokenises the new text and some context, so that the work is linear in the length.
 
     Args:
         held: characters at the end that may be cut off when the text ends (a stop string).
@@ -187,10 +184,10 @@ class StablePrefix:
         self._encode, self._held = encode, held
         self.tokens: list[int] = []
         self._starts: list[int] = []
-        self._text = ""  # that ``tokens`` stand for
+        self._text = ""  # the text of ``tokens``
 
     def grow(self, text: str) -> int:
-        """Take the text as it is now; return how many of the first tokens stayed as they were."""
+        """Update to the text so far. Return how many leading tokens did not change."""
         end = _stable_end(text, self._held)
         if not text.startswith(self._text):
             return self._renew(text, end)
@@ -220,7 +217,7 @@ class StablePrefix:
     def _commit(
         self, text: str, end: int, start: int, ids: list[int], spans: list[tuple[int, int]]
     ) -> None:
-        """Add tokens up to the first that reaches beyond ``end``; spans count from ``start``."""
+        """Add tokens up to the first that ends after ``end``. Spans count from ``start``."""
         edge = len(self._text)
         for token, (a, b) in zip(ids, spans, strict=True):
             if start + b > end:
@@ -231,7 +228,7 @@ class StablePrefix:
         self._text = text[:edge]
 
     def _context_start(self) -> int:
-        """Return where to begin tokenising: at a word, some tokens before the first new one."""
+        """Return where to begin tokenising: at a word, some tokens before the new ones."""
         for at in reversed(range(1, len(self.tokens) - CONTEXT_TOKENS + 1)):
             start = self._starts[at]
             at_word = any(c.isspace() for c in self._text[max(0, start - 1) : start + 1])

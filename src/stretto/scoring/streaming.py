@@ -1,4 +1,4 @@
-"""Rewards by the user's own code that reads responses chunk by chunk, while they are decoded."""
+"""Rewards by user code that reads responses chunk by chunk during decoding."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SETTING = "reward.sources"
 
 @runtime_checkable
 class StreamingReward(Protocol):
-    """A reward of the user's with the methods of :class:`~stretto.protocols.Scorer`, but as plain
-    methods, not coroutines. One thread calls them. ``info`` is optional.
+    """A user's reward with the methods of :class:`~stretto.protocols.Scorer`, but as plain methods.
+    One thread calls them. ``info`` is optional.
     """
 
     def admit(self, responses: Sequence[Response]) -> None: ...
@@ -33,13 +33,11 @@ class StreamingReward(Protocol):
 class StreamingScorer:
     """Runs a :class:`StreamingReward` in this process and checks its scores.
 
-    Raises ConfigError if the code cannot be found, has other methods, raises an exception, or
-    returns anything but scores.
+    Raises ConfigError if the code cannot be found, lacks methods, raises, or returns no scores.
 
     Args:
-        given: an object or class that the caller of a run has passed. Without it, ``source`` names
-            a class, or a function that makes the object. Both are called with the source's name
-            and the actor's tokenizer.
+        given: an object or class from the caller of the run. Without it, ``source`` names a class
+            or a factory. Both are called with the source's name and the actor's tokenizer.
     """
 
     in_process = False
@@ -80,13 +78,13 @@ class StreamingScorer:
         self._call("release", rollout_ids)
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        """Do nothing, because there is no process to end."""
 
     def _call(self, method: str, argument: Any) -> Any:
         with outside.raising(self._code, SETTING):
             result = getattr(self._reward, method)(argument)
         if iscoroutine(result):
-            result.close()  # or Python warns that nothing has awaited it
+            result.close()  # otherwise Python warns that it was never awaited
             raise self._refused(f"{method} must be a plain method, not `async def`", result)
         return result
 

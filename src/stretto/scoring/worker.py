@@ -1,7 +1,7 @@
 """The process that reward functions run in: ``python -m stretto.scoring.worker``.
 
-It speaks JSON lines over its original standard input and output; whatever the function's code
-prints goes to standard error. It ends with its parent, however that ends, and whatever it is doing.
+It speaks JSON lines over its original standard input and output. Text that the function prints goes
+to standard error. The process ends with its parent, whatever it is doing.
 ::
 
     in    {"task": settings, "seed": n}  or  {"url": of a server}  or                  once, first
@@ -9,18 +9,17 @@ prints goes to standard error. It ends with its parent, however that ends, and w
     out   {"ready": {"columns": names or null for all, "required": names, "environments": boolean}}
           {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
-    out   {"at": place in the list, "value": number, "extra": values by name, if any}
-          or  {"at": place, "error": text}
-          {"done": null, or what went wrong with the whole list}                       comes last
+    out   {"at": index in the list, "value": number, "extra": values by name, if any}
+          or  {"at": index, "error": text}
+          {"done": null, or an error of the complete list}                             comes last
 
-Every line in is ``{"request": number, "body": what stands above}``; every line out has two more
-keys, ``"request"`` with the number that it answers and ``"pid"`` with the sender's process id.
-Verdicts come in any order. A null ``"value"`` says that the function does not apply
-to the sample.
+An input line is ``{"request": number, "body": as above}``. An output line also has ``"request"``,
+the number that it answers, and ``"pid"``, the sender's process id. Verdicts come in any order. If
+``"value"`` is null, the function does not apply to the sample.
 
-A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt", "asked",
-"response", "tokens", "data", "state"}``, where "asked" is the row's own text or messages. That of
-an episode has its "messages" behind the prompt, too.
+A task's sample is ``{"index", "fingerprint", "response"}``. A function's is ``{"prompt", "asked",
+"response", "tokens", "data", "state"}``, in which "asked" is the row's own text or messages. In an
+episode it also has the "messages" after the prompt.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ SETTING = "reward.sources"
 
 
 def main() -> None:
-    """Open the reward function that the first line names, then answer until the parent goes."""
+    """Open the reward function of the first line, then answer until the parent exits."""
     channel = Channel()
     try:
         function = open_function(channel.next_request())
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def ready(function: RewardFunction) -> dict[str, Any]:
-    """Return what the parent must know of a function."""
+    """Return the function's properties for the parent."""
     return {
         "columns": function.columns,
         "required": function.required,
@@ -69,7 +68,7 @@ def ready(function: RewardFunction) -> dict[str, Any]:
 
 
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:
-    """Open the reward function that a first line names, or raise ConfigError or TaskError."""
+    """Open the reward function of a first line. Raises ConfigError or TaskError."""
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
     if "url" in opening:
