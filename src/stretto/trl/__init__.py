@@ -1,8 +1,8 @@
-"""Trainers for scripts that were written for TRL's.
+"""Drop-in replacements for TRL's trainers: GRPO, RLOO, Online DPO and PPO.
 
-A script changes ``from trl import GRPOConfig, GRPOTrainer`` to ``from stretto import GRPOConfig,
-GRPOTrainer``, and has ``GRPOConfig(schedule="oppo")`` for overlap; so for RLOO, for Online DPO
-(``trl.experimental.online_dpo``) and for PPO (``trl.experimental.ppo``, or ``trl`` until 0.25).
+A script imports ``GRPOConfig`` and ``GRPOTrainer`` from ``stretto`` instead of ``trl``, and sets
+``GRPOConfig(schedule="oppo")`` for overlap. The same holds for RLOO, Online DPO
+(``trl.experimental.online_dpo``) and PPO (``trl.experimental.ppo``, ``trl`` until 0.25).
 """
 
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig

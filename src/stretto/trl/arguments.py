@@ -1,4 +1,4 @@
-"""Arguments of TRL's trainers, each turned into a setting, a remark, or a refusal."""
+"""Translates arguments of TRL's trainers into settings, notes and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CORRECTIONS = {
     for level in ("token", "sequence")
     for kind in ("truncate", "mask")
 }
-"""Values of ``vllm_importance_sampling_mode``: the kind and the level of importance weights."""
+"""``vllm_importance_sampling_mode`` to (kind, level) of the importance weights."""
 
 _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
@@ -47,7 +47,7 @@ AGGREGATIONS = {
     "dr_grpo": "fixed_length",
     "luspo": "sequence_sum",
 }
-"""Values of GRPO's ``loss_type``, with their ``algorithm.aggregation``."""
+"""GRPO's ``loss_type`` to ``algorithm.aggregation``."""
 
 _SCALES: dict[Any, str] = {True: "group", False: "none"}
 
@@ -65,7 +65,7 @@ CHOICES: dict[str, Collection[Any]] = {
     "vllm_importance_sampling_mode": CORRECTIONS,
     "vllm_mode": ("colocate", "server"),
 }
-"""Values that an argument may have."""
+"""Allowed values of arguments."""
 
 _COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
@@ -87,19 +87,18 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "vf_coef": (lambda value: value > 0, "must be above 0: the value model has to be trained"),
     **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be 1 or more")),
 }
-"""What else an argument must fulfil, and what a refusal of other values says."""
+"""Further checks of arguments, each with the rule that its error message states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a run.
+    """Sizes of a run.
 
     Attributes:
-        batch: responses a step.
+        batch: responses per step.
         minibatches: parts of a batch.
-        updates: steps that TRL counts in one of ours: of the optimizer, or of PPO, which are as
-            ours.
-        rows: prompts of the dataset; 0 where it does not tell.
+        updates: TRL's steps in one of ours. TRL counts optimizer steps, except in PPO (1 here).
+        rows: prompts in the dataset, 0 if its length is unknown.
     """
 
     batch: int
@@ -110,7 +109,7 @@ class Sizes:
 
 
 def check(args: TrlConfig) -> None:
-    """Refuse what cannot be done here, whatever the models and the data are."""
+    """Raise ConfigError for unsupported arguments, whatever the models and the data are."""
     for name, why in REFUSALS.items():
         _require(not _is_set(args, name), args, name, why, "argument-refused")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -146,8 +145,8 @@ def check(args: TrlConfig) -> None:
 
 
 def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
-    """Return the sizes of a run on ``rows`` prompts, and write them into the arguments, where
-    scripts read them. ``rows`` is 0 for a dataset that does not tell its length.
+    """Return the sizes of a run and write them into ``args``, because scripts read them there.
+    ``rows`` is the number of prompts, 0 for a dataset of unknown length.
     """
     if isinstance(args, PPOConfig):
         return _derive_ppo_sizes(args, rows)
@@ -173,11 +172,10 @@ def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
 
 
 def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
-    """Write ``steps_per_generation`` and ``generation_batch_size``; return the number of updates
-    that a generated batch is divided over.
+    """Write ``steps_per_generation`` and ``generation_batch_size``. Return the updates per batch.
 
-    TRL may generate the batch of one update in several parts. Its weights are the same for all of
-    them, so that they are one batch here.
+    TRL may generate the batch of one update in several parts. They are one batch here, because all
+    parts are sampled with the same weights.
     """
     size, unit = args.per_device_train_batch_size, args.gradient_accumulation_steps
     each, batch = args.steps_per_generation, args.generation_batch_size
@@ -203,9 +201,9 @@ def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
 def _derive_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
     """Write the derived sizes of PPO's arguments.
 
-    As of TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, and
-    ``num_mini_batches`` splits it. Before, it was ``num_mini_batches`` times as large, which
-    ``batch_size`` can ask for.
+    Since TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, split
+    by ``num_mini_batches``. Until 0.16 it was ``num_mini_batches`` times as large, which
+    ``batch_size`` can still request.
     """
     unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
     most = unit * args.num_mini_batches
@@ -237,7 +235,7 @@ def _derive_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
     minibatch = batch // args.num_mini_batches
     derived = {
         "world_size": 1,
-        "num_total_batches": math.ceil(episodes / batch),  # the last may go beyond the episodes
+        "num_total_batches": math.ceil(episodes / batch),  # the last may exceed total_episodes
         "micro_batch_size": args.per_device_train_batch_size,
         **dict.fromkeys(("local_batch_size", "batch_size"), batch),
         **dict.fromkeys(("local_mini_batch_size", "mini_batch_size"), minibatch),
@@ -256,7 +254,7 @@ def _derive_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
 
 
 def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
-    """Return notes on the derived sizes, and on arguments that are set and have no effect here."""
+    """Return notes on the derived sizes, and on arguments that were set but have no effect."""
     factors = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
     split = ""
     if isinstance(args, PPOConfig) and args.num_mini_batches > 1:
@@ -285,7 +283,7 @@ def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
 
 
 def _without_effect(args: TrlConfig) -> dict[str, str]:
-    """Return what is set and has no effect here, with the reason."""
+    """Return the arguments that were set but have no effect, with the reason."""
     reasons = dict(REMARKS)
     if _runtime(args) != "inline":
         del reasons["torch_compile"]
@@ -306,7 +304,7 @@ def _without_effect(args: TrlConfig) -> dict[str, str]:
 def settings(
     args: TrlConfig, sizes: Sizes, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
-    """Return a run's settings but for models, rewards and rows. ``longest`` is of prompts."""
+    """Return all settings except models, rewards and rows. ``longest`` is in prompt tokens."""
     theirs = sizes.steps * sizes.updates
     epoch = math.ceil(sizes.rows * _group(args) / sizes.batch)
     every = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
@@ -336,11 +334,11 @@ def settings(
         "training.grad_clip": args.max_grad_norm or 0.0,
         "observe.progress": "plain" if args.disable_tqdm else "auto",
         "observe.trackers": tuple(t for t in _asked_trackers(args) if t in TRACKERS),
-        "observe.checkpoint_minutes": 0.0,  # save_strategy says when
+        "observe.checkpoint_minutes": 0.0,  # save_strategy decides instead
         "observe.checkpoint_every": {**every, "epoch": epoch}[_plain(args.save_strategy)],
         "rollout.stop": _generation_options(args)[0],
-        # TRL takes a penalty off the score. Where no token ends a response, a reward source does
-        # (:data:`MISSING_EOS`).
+        # TRL subtracts this penalty from the score. If no token ends a response, a reward source
+        # subtracts it instead (:data:`MISSING_EOS`).
         "reward.missing_eos": "subtract" if penalty is not None and stops(args) else "off",
         "reward.missing_eos_penalty": penalty or 0.0,
         **_vllm(args),
@@ -366,7 +364,7 @@ def settings(
 
 
 def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
-    """Return the stop strings of ``generation_kwargs``, and names of options without effect."""
+    """Return the stop strings in ``generation_kwargs``, and its option names without effect."""
     options = mapping(getattr(args, "generation_kwargs", None), "generation_kwargs")
     stops = [text for key in ("stop", "stop_strings") for text in _listed(options.pop(key, []))]
     for name, value in options.items():
@@ -381,7 +379,7 @@ def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the settings that GRPO and RLOO alone have."""
+    """Return the settings that only GRPO and RLOO have."""
     found: dict[str, Any] = {
         "algorithm.kl_coef": args.beta,
         "algorithm.clip_high": args.epsilon_high or 0.0,
@@ -396,7 +394,7 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
             "algorithm.entropy_aggregation": "token_mean",
         }
         if args.multi_objective_aggregation == "normalize_then_sum":
-            del found["algorithm.scale_rewards"]  # TRL does not read it then
+            del found["algorithm.scale_rewards"]  # TRL ignores scale_rewards then
         if outside.parts(args.loss_type):
             found["algorithm.name"] = args.loss_type
         elif args.loss_type == "cispo":
@@ -412,16 +410,18 @@ def _runtime(args: TrlConfig) -> str:
 
 
 def max_turns(args: Any) -> int:
-    """Return the turns of an episode, at most: TRL counts those whose calls are run, and has no
-    limit of its own by default.
+    """Return the maximum of turns per episode. TRL counts turns with executed calls and sets no
+    limit by default.
     """
     calls = getattr(args, "max_tool_calling_iterations", None)
     return int(args.max_completion_length if calls is None else calls + 1)
 
 
 def environments(args: Any, sizes: Sizes) -> int:
-    """Return how many environments of a kind may be alive: as in TRL the responses generated at a
-    time, or 0 for no limit if those are all of a step, or episodes may outlive their step.
+    """Return how many environments of one kind may be alive, 0 for no limit.
+
+    As in TRL, the limit is the number of responses generated at a time. There is none if that is
+    the full step, or if episodes may outlive their step.
     """
     schedule = {"deadline_s": 0, "preset": "sync", **_schedule(args)}
     most = int(getattr(args, "generation_batch_size", 0) or 0)
@@ -430,12 +430,12 @@ def environments(args: Any, sizes: Sizes) -> int:
 
 
 def evaluates(args: TrlConfig) -> bool:
-    """Return whether evaluations are asked for; PPO has none, as in TRL."""
+    """Return whether evaluations are on. PPO has none, as in TRL."""
     return _plain(args.eval_strategy) != "no" and not isinstance(args, PPOConfig)
 
 
 def eval_every(args: TrlConfig, sizes: Sizes) -> int:
-    """Return the steps between evaluations."""
+    """Return the number of steps between evaluations."""
     if _plain(args.eval_strategy) == "epoch":
         return math.ceil(sizes.rows / (sizes.batch // _group(args)))
     steps = _count(args.eval_steps or args.logging_steps, sizes.steps * sizes.updates)
@@ -463,10 +463,10 @@ def device(args: TrlConfig) -> Literal["auto", "cpu"]:
 
 
 def _vllm(args: TrlConfig) -> dict[str, Any]:
-    """Return the settings of a run that generates with vLLM; none without it.
+    """Return the settings for generation with vLLM, or none without ``use_vllm``.
 
-    vLLM is started with the run, in a process of its own, whatever ``vllm_mode`` says. With
-    ``"colocate"`` it is given the share of the GPU that ``vllm_gpu_memory_utilization`` names.
+    vLLM always starts with the run, in its own process, whatever ``vllm_mode`` says. With
+    ``"colocate"`` it gets the share ``vllm_gpu_memory_utilization`` of the GPU.
     """
     if not args.use_vllm:
         return {}
@@ -481,7 +481,7 @@ def _vllm(args: TrlConfig) -> dict[str, Any]:
         found["cluster.processes"] = [generator]
     if isinstance(args, PPOConfig | GRPOConfig) and args.vllm_importance_sampling_correction:
         kind, level = CORRECTIONS[args.vllm_importance_sampling_mode]
-        # The newer name has a default of its own; the older one says otherwise where it is set.
+        # The newer name (cap) has no value by default. The older one applies otherwise.
         cap = args.vllm_importance_sampling_cap or getattr(
             args, "vllm_importance_sampling_clip_max", None
         )
@@ -501,7 +501,7 @@ def _vllm(args: TrlConfig) -> dict[str, Any]:
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
-    """Return an argument that is a mapping, or one as JSON; ConfigError if it is no valid JSON."""
+    """Return a mapping argument, also if given as JSON. Raises ConfigError for invalid JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -512,7 +512,7 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
 
 
 def template_arguments(args: TrlConfig) -> dict[str, Any]:
-    """Return the arguments of the chat template; ConfigError for those it has in any case."""
+    """Return the chat template's arguments. Raises ConfigError for reserved names."""
     found = mapping(getattr(args, ARGUMENTS, None), ARGUMENTS)
     if why := wrong_arguments(found):
         raise ConfigError(f"{ARGUMENTS}: {why}", "template-argument-reserved")
@@ -536,7 +536,7 @@ def _warmup(args: TrlConfig, steps: int) -> int:
 
 
 def _count(value: float, total: int) -> int:
-    """Return a count; below 1 it is a share of all, as in transformers 5."""
+    """Return a count. Values below 1 are a share of ``total``, as in transformers 5."""
     return math.ceil(value * total) if 0 < value < 1 else int(value)
 
 

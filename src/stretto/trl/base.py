@@ -1,4 +1,4 @@
-"""The part that TRL's PPO, GRPO, RLOO and Online DPO trainers share: a run of this project."""
+"""The base of TRL's PPO, GRPO, RLOO and Online DPO trainers: runs training through our API."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CALLS = {"train --resume ": "trainer.train(resume_from_checkpoint={})"}
-"""What scripts call, by the beginnings of command lines."""
+"""Calls in scripts, by the prefix of the command line that they replace."""
 
 
 def words_of(trainer: Any) -> Python:
-    """Return the words of scripts for a trainer's class: its arguments, and its config's."""
+    """Return how messages name settings for a trainer: by arguments of it and its config."""
     names = [field.name for field in fields(trainer.config_class)]
     equal = {setting: name for name, setting in SETS.items() if name in names}
     names += inspect.signature(trainer.__init__).parameters
@@ -57,7 +57,7 @@ def words_of(trainer: Any) -> Python:
 
 
 def in_script(method: Callable[P, R]) -> Callable[P, R]:
-    """Mark a trainer's method that scripts call, so that errors name the script's arguments."""
+    """Make errors of a trainer's method name the script's arguments."""
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,14 +69,14 @@ def in_script(method: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutput(TrainResult):
-    """The outcome of a run, with what transformers' ``TrainOutput`` has.
+    """Outcome of a run, with the fields of transformers' ``TrainOutput``.
 
     Attributes:
-        global_step: steps of the optimizer, as TRL counts them.
-        training_loss: mean of the policy's loss over all steps, with the entropy bonus.
+        global_step: optimizer steps, as TRL counts them.
+        training_loss: mean policy loss over all steps, with the entropy bonus.
         metrics: ``train_loss``, ``train_runtime`` (seconds), ``train_samples_per_second``,
             ``train_steps_per_second``, ``epoch`` and the means over the steps since the last
-            multiple of ``logging_steps``; they are the last row of ``log_history``, too.
+            multiple of ``logging_steps``. They are also the last row of ``log_history``.
     """
 
     global_step: int
@@ -85,17 +85,17 @@ class TrainOutput(TrainResult):
 
 
 class BaseTrainer:
-    """What the trainers share. Models are trained in place. Every run has a folder of its own in
-    ``args.output_dir``, with its settings, figures, samples and the trained model.
+    """Base of the trainers. Trains models in place. Each run has its own folder in
+    ``args.output_dir`` with its settings, metrics, samples and trained model.
 
     Attributes:
         config: the run's settings.
-        run_dir: the run's folder; ``None`` before :meth:`train`.
-        state: ``log_history`` holds the metrics of each step, by our names and TRL's, and a last
+        run_dir: the run's folder, ``None`` before :meth:`train`.
+        state: ``log_history`` has a row of metrics per step, under our names and TRL's, and a last
             row with ``train_loss``.
         unlogged: TRL's metrics of the steps since the last multiple of ``logging_steps``.
-        source_names: TRL's names of reward sources, if they differ from the sources' own.
-        callback_handler: of transformers; it calls the callbacks, which get no optimizer.
+        source_names: TRL's names of reward sources, if they differ from ours.
+        callback_handler: transformers' handler. Callbacks get no optimizer.
     """
 
     config_class: ClassVar[type[TrlConfig]]
@@ -103,9 +103,9 @@ class BaseTrainer:
     optimizer = lr_scheduler = None
     eval_dataset: Any = None
     _training = False
-    _base_is_named = True  # whether an adapter's base is the model of that name
-    _held_out: PromptTask | None = None  # prompts of evaluations while it trains
-    _answering = Answering()  # nothing
+    _base_is_named = True  # whether the base of an adapter can be loaded by its name
+    _held_out: PromptTask | None = None  # prompts of evaluations during training
+    _answering = Answering()  # no tools and no environments
     source_names: Mapping[str, str] = {}
 
     log_metrics = trainer_pt_utils.log_metrics
@@ -114,7 +114,7 @@ class BaseTrainer:
     save_state = trainer_pt_utils.save_state
 
     def __new__(cls, *_: Any, **named: Any) -> Self:
-        """Refuse what TRL's trainers would take or call, and this one would not."""
+        """Refuse overridden methods that are never called, and unknown arguments."""
         require_called(cls)
         require_named(cls, named)
         return super().__new__(cls)
@@ -130,7 +130,7 @@ class BaseTrainer:
         callbacks: Sequence[Any] | None,
         peft_config: Any,
     ) -> None:
-        """Make the run's settings. ``models`` are by TRL's names, as far as given."""
+        """Build the run's settings. ``models`` has the models by TRL's names."""
         self.args, self.processing_class, self._rewards = args, tokenizer, rewards
         self.model = self.policy_model = models["model"]
         self.ref_model, self.value_model = models.get("ref_model"), models.get("value_model")
@@ -156,7 +156,7 @@ class BaseTrainer:
             data["reward"]["weights"] = (*weights, *(1.0 for _ in given))
         if sources := tuple(self._answering.objects):
             data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
-            if self._answering.most:  # episodes must go on while others wait to be opened
+            if self._answering.most:  # episodes must proceed while queued ones wait to open
                 data["schedule"] = {**data["schedule"], "score_on": "rollout"}
         if self._held_out:
             held_out = Path(args.output_dir).absolute() / recipes.EVAL_DATASET
@@ -179,26 +179,26 @@ class BaseTrainer:
 
     @functools.cached_property
     def accelerator(self) -> Any:
-        """An ``accelerate.Accelerator`` of this one process, for what scripts ask of it."""
+        """An ``accelerate.Accelerator`` of this one process, for scripts that use it."""
         from accelerate import Accelerator
 
         return Accelerator(cpu=self.config.model.device == "cpu")
 
     def is_world_process_zero(self) -> bool:
-        """Return True: there is one process."""
         return True
 
     is_local_process_zero = is_world_process_zero
 
     @in_script
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train, or go on with the run of the same script in a folder, from its newest checkpoint.
+        """Train, or resume the run of the same script from its newest checkpoint.
 
-        After Ctrl-C, what was learned is in the models, and saved with a checkpoint.
+        After Ctrl-C the models have the weights trained so far, which are also in a checkpoint.
 
         Args:
-            resume_from_checkpoint: a ``checkpoint-N`` folder or the run's folder; True for the
-                newest run in ``output_dir``.
+            resume_from_checkpoint: a ``checkpoint-N`` folder, the run's folder, or True for the
+                newest
+                run in ``output_dir``.
         """
         if self.run_dir is not None:
             raise StateError(
@@ -257,12 +257,12 @@ class BaseTrainer:
         return TrainOutput(**of_run, global_step=done, training_loss=loss, metrics=metrics)
 
     def _resumable(self, resumed: str | Path) -> Config:
-        """Return the settings; those of a resumed run name the rows in its folder."""
+        """Return the settings. A resumed run reads the rows in its folder."""
         rows = Path(resumed).absolute() / recipes.DATASET
         return rows_in(self.config, rows) if resumed and rows.is_file() else self.config
 
     def _with_rows(self, run: api.Begun[Config], note: Callable[[str], None]) -> api.Begun[Config]:
-        """Keep the rows in the run's folder, so that it can be evaluated and repeated."""
+        """Copy the rows into the run's folder, so that the run can be evaluated and repeated."""
         kept, rows = (
             run.run_dir.path.absolute() / recipes.DATASET,
             map(self._task.row, range(len(self._task))),
@@ -294,7 +294,7 @@ class BaseTrainer:
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add metrics to ``state.log_history``, with the epoch, and tell the callbacks."""
+        """Add metrics with the epoch to ``state.log_history``, and call the callbacks."""
         logs["epoch"] = self.state.epoch or 0.0
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("on_log", logs=logs)
@@ -303,9 +303,10 @@ class BaseTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Answer the prompts of a dataset (by default the trainer's ``eval_dataset``), one greedy
-        answer each, and return the metrics of their rewards, which are logged, too. Of several
-        datasets each has its name in its metrics. No loss is computed.
+        """Generate one greedy answer per prompt, and return and log the metrics of the rewards.
+
+        ``eval_dataset`` defaults to the trainer's. With a mapping of datasets, the metrics of each
+        include its name. Computes no loss.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, Mapping):
@@ -341,7 +342,7 @@ class BaseTrainer:
         return PromptTask(rows, self.processing_class, name, self._answering, own)
 
     def _answers_to(self, task: PromptTask | TokenTask) -> list[Rollout]:
-        """Return greedy, scored answers to all prompts of a task, before or after training."""
+        """Return scored greedy answers to all prompts of a task. StateError while training."""
         if self._training:
             raise StateError(
                 "the weights change while training is under way; evaluate before or after it, or "
@@ -354,10 +355,10 @@ class BaseTrainer:
         return answer_all(config, overrides, on_stderr)
 
     def end(self) -> None:
-        """Do nothing: trackers are closed, and no process group is there, when training ends."""
+        """Do nothing: training closes its trackers itself and has no process group."""
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Write the run's model card to ``args.output_dir``, unless there is an edited one."""
+        """Write the run's model card to ``args.output_dir``, unless the card there was edited."""
         if self.run_dir is None:
             on_stderr("no model card is written before training")
         else:
@@ -367,10 +368,12 @@ class BaseTrainer:
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False
     ) -> None:
-        """Save policy and tokenizer into a folder (by default ``args.output_dir``), whose other
-        files stay: a model in Hugging Face format, or with ``peft_config`` its adapter, and the
-        merged model in the subfolder ``merged``. Raises StorageError if the folder cannot be
-        written to; nothing of the model is in it then.
+        """Save policy and tokenizer to a folder, ``args.output_dir`` by default. Other files there
+        stay.
+
+        The model has Hugging Face format. With ``peft_config`` the folder has the adapter, and its
+        subfolder ``merged`` the merged model. Raises StorageError if the folder is not writable,
+        and then no file of the model is in it.
         """
         folder = Path(output_dir or self.args.output_dir)
         with files.explained(folder), files.added_to(folder) as scratch:
@@ -382,11 +385,11 @@ class BaseTrainer:
                 (scratch / card.NAME).unlink(missing_ok=True)
                 (scratch / "adapter" / card.NAME).unlink(missing_ok=True)
             adapted = self._base_is_named and checkpoints.lift_adapter(scratch)
-        # transformers would put an adapter on top of a model beside it.
+        # transformers would load an adapter on top of a model in the same folder.
         (folder / ("config.json" if adapted else "adapter_config.json")).unlink(missing_ok=True)
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ConfigError, as nothing is uploaded."""
+        """Raise ConfigError: nothing is uploaded."""
         raise ConfigError(
             "nothing is uploaded from here: save with trainer.save_model(folder), then "
             "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers",
@@ -407,13 +410,13 @@ class BaseTrainer:
         )
 
     def tell(self, event: str, **more: Any) -> None:
-        """Tell the callbacks of an event; what they want then stands in ``control``."""
+        """Call the callbacks for an event. ``control`` then holds their requests."""
         call = getattr(self.callback_handler, event)
         self.control = call(self.args, self.state, self.control, **more)
 
 
 def _newest(out: Path, name: str) -> str:
-    """Return the newest run in a folder that has a checkpoint; raises StateError without one."""
+    """Return the newest run of that name with a checkpoint. Raises StateError without one."""
     named = re.compile(re.escape(name) + r"-\d+")
     found = (run for run in out.glob("*") if named.fullmatch(run.name))
     runs = [run for run in found if newest(run / "checkpoints")]

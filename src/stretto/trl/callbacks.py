@@ -1,4 +1,4 @@
-"""Callbacks of transformers during a run, and TRL's names for its figures."""
+"""Calls transformers' callbacks during a run, and translates metrics to TRL's names."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ METRICS = {
     "rewards/accuracies": "dpo/accuracy",
     "step_time": "timing_s/step",
 }
-"""Names of TRL's metrics, with those that the same figures have in metrics.jsonl."""
+"""TRL's names of metrics to those in metrics.jsonl."""
 
 _TOOLS = ("tools/call_frequency", "tools/failure_frequency")
-"""Metrics of a trainer with tools, which are 0 in a step without calls."""
+"""Metrics of a trainer with tools, 0 in a step without calls."""
 
 _REWARDS = {"reward": "mean", "reward_std": "std"}
 
 _OF_TRAINING = {"loss", "grad_norm", "learning_rate"}
-"""Metrics of transformers' own rows, which the last row of a run lacks."""
+"""Metrics in transformers' rows of steps that a run's last row lacks."""
 
 _NEVER = (
     *("on_save", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
@@ -49,7 +49,7 @@ _NEVER = (
 def after_step(
     t: BaseTrainer, step: int, stats: Mapping[str, float]
 ) -> Literal["stop", "save"] | None:
-    """Tell callbacks of a step and its figures. Return if they want an end or a checkpoint."""
+    """Report a step and its metrics to the callbacks. Return their request to stop or save."""
     t.tell("on_step_begin")
     batch, epochs = t.config.rollout.batch, int(t.state.epoch or 0)
     t.state.global_step = step * t.sizes.updates
@@ -81,7 +81,7 @@ def after_step(
 
 
 def _logs_between(t: BaseTrainer, before: int) -> bool:
-    """Return whether ``logging_steps`` falls on one of the optimizer updates since ``before``."""
+    """Return whether an optimizer update since ``before`` is a multiple of ``logging_steps``."""
     every = t.state.logging_steps if t.args.logging_strategy == "steps" else 0
     first = t.args.logging_first_step and before == 0
     return first or bool(every and t.state.global_step // every > before // every)
@@ -97,7 +97,7 @@ def means_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def never_called(handler: CallbackHandler) -> list[str]:
-    """Return a note on each event that a callback waits for and is never told of."""
+    """Return a note on each event hook of a callback that is never called."""
     return [
         f"without effect: {hook} of {type(callback).__name__} (callbacks are not told of it)"
         for callback in handler.callbacks
@@ -109,7 +109,7 @@ def never_called(handler: CallbackHandler) -> list[str]:
 def evaluated(
     stats: Mapping[str, float], source_names: Mapping[str, str] | None = None, prefix: str = "eval"
 ) -> dict[str, float]:
-    """Return the metrics of an evaluation by the names that TRL gives them, and by our own."""
+    """Return the metrics of an evaluation, under TRL's names and our own."""
     own = {name.removeprefix("eval/"): v for name, v in stats.items() if name.startswith("eval/")}
     theirs = as_trl_names({n: v for n, v in own.items() if n.startswith("reward/")}, source_names)
     theirs |= {
@@ -124,13 +124,13 @@ def evaluated(
 def as_trl_names(
     stats: Mapping[str, float], source_names: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of a step by TRL's names, as far as the step has them.
+    """Return the metrics of a step that have a name in TRL, under that name.
 
-    A number that a reward function logs has the name that the function gave it. ``kl`` is the mean
-    over tokens.
+    A number logged by a reward function keeps the function's name for it. ``kl`` is the mean over
+    tokens.
 
     Args:
-        source_names: TRL's names of reward sources, if they differ from the sources' own.
+        source_names: TRL's names of reward sources, if they differ from ours.
     """
     found = {name: stats[own] for name, own in METRICS.items() if own in stats}
     for metric, value in stats.items():

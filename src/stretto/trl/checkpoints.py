@@ -1,4 +1,4 @@
-"""TRL's ``checkpoint-N`` folders, and folders of adapters as peft reads them."""
+"""TRL's ``checkpoint-N`` folders, and adapter folders in peft's layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stretto import files
 from stretto.errors import StateError
 
 STATE, RUN = "run-checkpoint", "run.json"
-"""The run's own checkpoint in a ``checkpoint-N`` folder, and the file that names the run."""
+"""In a ``checkpoint-N`` folder: the run's own checkpoint, and the file that names the run."""
 
 
 _OF_MODEL = ("config.json", "generation_config.json", "model", "pytorch_model")
-"""Beginnings of names of files that a model has and an adapter lacks."""
+"""Prefixes of files that a model has and an adapter lacks."""
 
 
 def export(
@@ -36,10 +36,10 @@ def export(
     Args:
         save: writes the model.
         own: the run's own checkpoint.
-        adapter: whether to put an adapter in place of the merged model.
-        limit: of the run's folders only this many stay, the newest; ``None`` keeps all.
+        adapter: whether to put the adapter in place of the merged model.
+        limit: how many folders of the run to keep, the newest. ``None`` keeps all.
     """
-    run = os.path.relpath(own.parent.parent, folder)  # both can be moved together
+    run = os.path.relpath(own.parent.parent, folder)  # relative, so that both can be moved together
     with files.explained(folder), files.new_folder(folder) as scratch:
         save(scratch)  # replaces the folder
         if adapter:
@@ -53,8 +53,9 @@ def export(
 
 
 def lift_adapter(folder: Path) -> bool:
-    """Put a saved adapter in place of its merged model, which moves to the subfolder ``merged``;
-    return whether there is one. Without the name of its base model an adapter stays where it is.
+    """Replace a merged model by its adapter, and move the model to the subfolder ``merged``.
+
+    Returns False without a change if there is no adapter, or its base model has no name.
     """
     adapter, merged = folder / "adapter", folder / "merged"
     named = _read(adapter / "adapter_config.json")
@@ -63,7 +64,7 @@ def lift_adapter(folder: Path) -> bool:
     merged.mkdir()
     for path in [p for p in folder.iterdir() if p not in (adapter, merged)]:
         path.rename(merged / path.name)
-        if not path.name.startswith(_OF_MODEL):  # the tokenizer belongs to both
+        if not path.name.startswith(_OF_MODEL):  # keep the tokenizer with both
             shutil.copy2(merged / path.name, path)
     for path in adapter.iterdir():
         path.rename(folder / path.name)
@@ -72,7 +73,7 @@ def lift_adapter(folder: Path) -> bool:
 
 
 def run_of(folder: Path) -> Path:
-    """Return the run that a ``checkpoint-N`` folder belongs to, or any other folder as it is."""
+    """Return the run of a ``checkpoint-N`` folder, and any other folder unchanged."""
     run = Path(os.path.normpath(folder / _read(folder / RUN).get("run", "")))
     if run != Path(os.path.normpath(folder)) and not (run / "config.toml").is_file():
         raise StateError(
@@ -84,8 +85,8 @@ def run_of(folder: Path) -> Path:
 
 
 def put_back(folder: Path) -> None:
-    """Make the checkpoint in a ``checkpoint-N`` folder the newest one of its run, which will take
-    later steps again. Any other folder is left alone.
+    """Make the checkpoint in a ``checkpoint-N`` folder the newest of its run: removes later ones,
+    because the run repeats those steps. Any other folder is left unchanged.
     """
     if named := _read(folder / RUN):
         target = folder / named["run"] / "checkpoints" / named["checkpoint"]
@@ -103,7 +104,7 @@ def _exported(out: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Return a JSON object, or nothing if there is none."""
+    """Return a JSON object, empty if the file is missing or invalid."""
     try:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError):
@@ -111,7 +112,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Copy a folder by hard links, or by its content on a file system without them."""
+    """Hard-link a folder's files, or copy them on a file system without hard links."""
 
     def linked(file: str, to: str) -> None:
         try:

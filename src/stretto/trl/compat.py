@@ -1,4 +1,4 @@
-"""Names of TRL that are not here: arguments of earlier releases, and methods of its trainers."""
+"""Advice on unsupported names of TRL: arguments of earlier releases and overridden methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SAME = (
     "wandb_log_unique_prompts log_unique_prompts, config args, judge reward_model reward_funcs, "
     "policy model, ref_policy ref_model, tokenizer processing_class"
 )
-"""Names of one argument, in the releases, configs and trainers of TRL and transformers."""
+"""Groups of names for one argument across releases, configs and trainers of TRL and transformers.
+"""
 
 _GONE = {
     "a reward model or a judge is given to the trainer as reward_funcs": "judge reward_model "
@@ -56,11 +57,11 @@ _GONE = {
     "tracker_kwargs tracker_project_name unsloth_* use_ipex use_legacy_prediction_loop "
     "use_transformers_*",
 }
-"""Arguments that TRL had in some release and config, by the advice to a script that has one."""
+"""Advice to the arguments that TRL had in some release or config."""
 
 
 def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for arguments that an owner lacks, with advice on TRL's former names."""
+    """Raise ConfigError for unknown arguments, with advice on TRL's former names."""
     known = [name for name in known if name != "self"]
     for name in given:
         if name in known:
@@ -79,12 +80,12 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def _settings(name: str) -> list[str]:
-    """Return the settings that a name of this or another library stands for."""
+    """Return the settings that match a name of this or another library."""
     return [*ELSEWHERE.get(name, ()), *(s for s in sorted(SETTINGS) if s.endswith(f".{name}"))]
 
 
 def require_named(trainer: type, named: Iterable[str]) -> None:
-    """Raise ConfigError for arguments by names that a trainer's constructor does not take."""
+    """Raise ConfigError for keyword arguments that a trainer's constructor lacks."""
     parameters = inspect.signature(trainer.__init__).parameters  # type: ignore[misc]
     if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
         require_known(trainer.__name__, named, parameters)
@@ -113,13 +114,11 @@ _METHODS = {
     "write a TrainerCallback": "_enable_gradient_checkpointing _log_completion_extra _log_metric "
     "_send_telemetry *",
 }
-"""Methods of TRL's trainers, 0.12 to 1.16, and of ``transformers.Trainer`` (some as patterns), by
-what to do in place of overriding them.
-"""
+"""Advice to overridden methods (some patterns) of TRL 0.12 to 1.16 and ``transformers.Trainer``."""
 
 
 def require_called(trainer: type) -> None:
-    """Raise ConfigError for a subclass that overrides a method of TRL's which is never called."""
+    """Raise ConfigError for a subclass that overrides a method of TRL's that is never called."""
     ours = [part for part in trainer.__mro__ if part.__module__.startswith("stretto.trl.")]
     names = {name for part in trainer.__mro__ if part not in ours for name in vars(part)}
     if not (names := names.difference(dir(ours[0]))):

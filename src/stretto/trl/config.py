@@ -1,9 +1,8 @@
-"""The arguments of TRL's PPO, GRPO, RLOO and Online DPO trainers, by their names, with their
-defaults.
+"""Arguments of TRL's PPO, GRPO, RLOO and Online DPO trainers, with TRL's names and defaults.
 
-They are TRL's own and those of ``transformers.TrainingArguments``, of transformers 4 and 5. What
-becomes of each is said here: the setting whose value it is, a remark, or a refusal. What becomes
-of the others stands in :mod:`stretto.trl.arguments`.
+They include those of ``transformers.TrainingArguments`` (4 and 5). The tables here say which
+setting an argument becomes, or why it is refused or has no effect. Arguments that need a
+computation are translated in :mod:`stretto.trl.arguments`.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ _Json = dict[str, Any] | str | None
 
 @dataclass(repr=False)
 class TrlConfig(TrainingArguments):
-    """Arguments that the trainers share, with ``schedule`` and ``runtime``, which TRL has not.
+    """Arguments that all trainers share, plus ``schedule`` and ``runtime``, which TRL lacks.
 
-    Each argument takes effect, or has no effect here (training says so when it starts), or is
-    refused with the reason. The attributes can be read and set as in TRL, and ``TrlParser`` or
-    ``transformers.HfArgumentParser`` makes a config from a command line.
+    An argument takes effect, has no effect (reported when training starts), or is refused with the
+    reason. Attributes are read and set as in TRL. ``TrlParser`` and
+    ``transformers.HfArgumentParser`` build a config from a command line.
 
     Attributes:
-        algorithm: the one that the config is of, as ``algorithm.name`` calls it.
-        schedule: when each stage of a step runs: a preset's name (``"sync"``, ``"oppo"``,
-            ``"async"``, ``"rlhfuse"``, ``"stretto"``), or settings of the schedule as a mapping
-            (as JSON on a command line); ``None`` is ``"sync"``, the order that TRL has.
-        runtime: where: ``"inline"``, on threads of this process; ``"local"``, in processes of this
-            machine; ``"ray"``, in processes of a Ray cluster. Classes of the models must then be
-            importable from a module.
+        algorithm: value of ``algorithm.name`` for this config.
+        schedule: when each stage of a step runs: a preset (``"sync"``, ``"oppo"``, ``"async"``,
+            ``"rlhfuse"``, ``"stretto"``) or a mapping of schedule settings (JSON on a command
+            line). ``None`` is ``"sync"``, TRL's order.
+        runtime: ``"inline"`` runs on threads of this process, ``"local"`` in processes on this
+            machine, ``"ray"`` in processes of a Ray cluster. For processes, the models' classes
+            must be importable.
     """
 
     algorithm: ClassVar[str]
@@ -59,7 +58,7 @@ class TrlConfig(TrainingArguments):
     vllm_server_timeout: float = 240.0
     vllm_group_port: int = 51216
 
-    # Where to compute
+    # Devices and memory
     bf16: bool | None = None  # type: ignore[assignment]
     gradient_checkpointing: bool = True
     activation_checkpointing: bool | None = None
@@ -73,7 +72,7 @@ class TrlConfig(TrainingArguments):
     warmup_ratio: float = 0.0
     adafactor: bool = False
 
-    # What is kept and shown
+    # Logging and saving
     logging_steps: float = 10
     logging_dir: str | None = None
     debug: str = ""
@@ -87,24 +86,24 @@ class TrlConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Leave all as it is given: transformers would look for devices."""
+        """Skip transformers' checks, which would look for devices."""
 
 
 @dataclass(repr=False)
 class PPOConfig(TrlConfig):
-    """Arguments of a script for TRL's ``PPOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``PPOConfig``; see :class:`TrlConfig`."""
 
     algorithm = "ppo"
 
     exp_name: str = "ppo"
 
-    # How much
+    # Batch sizes
     total_episodes: int | None = None
     num_mini_batches: int = 1
     num_ppo_epochs: int = 4
     local_rollout_forward_batch_size: int = 64
 
-    # Derived from those; the trainer writes them
+    # Derived from the batch sizes, written by the trainer
     world_size: int | None = None
     num_total_batches: int | None = None
     micro_batch_size: int | None = None
@@ -113,7 +112,7 @@ class PPOConfig(TrlConfig):
     local_mini_batch_size: int | None = None
     mini_batch_size: int | None = None
 
-    # Responses and what they are worth
+    # Responses and scores
     response_length: int = 53
     stop_token: Literal["eos"] | None = None
     stop_token_id: int | None = None
@@ -123,7 +122,7 @@ class PPOConfig(TrlConfig):
     vllm_importance_sampling_mode: str = "sequence_mask"
     vllm_importance_sampling_cap: float = 3.0
 
-    # The loss and the optimizer
+    # Loss and optimizer
     whiten_rewards: bool = False
     kl_coef: float = 0.05
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -136,10 +135,10 @@ class PPOConfig(TrlConfig):
     model_adapter_name: str | None = None
     ref_adapter_name: str | None = None
 
-    # What is kept and shown
+    # Logging
     num_sample_generations: int = 10
 
-    # For the script alone
+    # Only read by scripts
     sft_model_path: str = "EleutherAI/pythia-160m"
     reward_model_path: str = "EleutherAI/pythia-160m"
     dataset_num_proc: int | None = None
@@ -147,7 +146,7 @@ class PPOConfig(TrlConfig):
 
 @dataclass(repr=False)
 class _PromptsConfig(TrlConfig):
-    """Arguments of the trainers that tokenise the prompts themselves, and load models by name."""
+    """Arguments of trainers that tokenize prompts and load models by name."""
 
     model_init_kwargs: _Json = None
     trust_remote_code: bool = False
@@ -169,7 +168,7 @@ class _GroupConfig(_PromptsConfig):
 
     learning_rate: float = 1e-6
 
-    # How much
+    # Batch sizes
     num_generations: int = 8
     num_generations_eval: int | None = None
     generation_batch_size: int | None = None
@@ -193,7 +192,7 @@ class _GroupConfig(_PromptsConfig):
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
 
-    # What is shown
+    # Logging
     log_completions: bool = False
     log_multimodal: bool = True
     num_completions_to_print: int | None = None
@@ -202,7 +201,7 @@ class _GroupConfig(_PromptsConfig):
 
 @dataclass(repr=False)
 class GRPOConfig(_GroupConfig):
-    """Arguments of a script for TRL's ``GRPOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``GRPOConfig``; see :class:`TrlConfig`."""
 
     algorithm = "grpo"
 
@@ -238,7 +237,7 @@ class GRPOConfig(_GroupConfig):
 
 @dataclass(repr=False)
 class RLOOConfig(_GroupConfig):
-    """Arguments of a script for TRL's ``RLOOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``RLOOConfig``; see :class:`TrlConfig`."""
 
     algorithm = "proximal-rloo"
 
@@ -250,7 +249,7 @@ class RLOOConfig(_GroupConfig):
 
 @dataclass(repr=False)
 class OnlineDPOConfig(_PromptsConfig):
-    """Arguments of a script for TRL's ``OnlineDPOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``OnlineDPOConfig``; see :class:`TrlConfig`."""
 
     algorithm = "online-dpo"
 
@@ -295,7 +294,7 @@ SETS = {
     "lam": "algorithm.lam",
     "weight_decay": "training.weight_decay",
 }
-"""Arguments that are the value of a setting."""
+"""Arguments whose value becomes the value of a setting."""
 
 IN_SCRIPTS = {
     "out": "output_dir",
@@ -312,13 +311,13 @@ IN_SCRIPTS = {
     "rollout.engine = torch": "use_vllm=False",
     "rollout.engine = vllm": "use_vllm=True",
 }
-"""Further settings whose values an argument takes, and how scripts write some values."""
+"""How scripts write further settings, or single values of them, in messages."""
 
 OTHER_TRACKERS = (
     *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow"),
     "neptune",
 )
-"""Trackers of transformers that get nothing from here."""
+"""Trackers of transformers that receive no metrics here."""
 
 _ADAMW = "adamw_torch_fused"
 OPTIMIZERS = {
@@ -327,7 +326,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "paged_adamw_8bit",
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw_32bit"),
 }
-"""Values of ``optim``, with their ``training.optim``."""
+"""``optim`` to ``training.optim``."""
 
 _REFUSED = {
     "accelerate is not used here; leave it out": "accelerator_config",
@@ -412,7 +411,7 @@ HEEDED = (
     *("do_train", "do_eval", "do_predict"),
     "use_liger_kernel",
 )
-"""Arguments of transformers that are looked at here, or by the script itself."""
+"""Arguments of transformers that have an effect here or in the script."""
 
 _NAMES = sorted({f.name for config in CONFIGS for f in fields(config)})
 
@@ -427,10 +426,10 @@ def _by_name(table: dict[str, str]) -> dict[str, str]:
 
 
 REFUSALS = _by_name(_REFUSED)
-"""Arguments that are refused where they are set, with the reason and the remedy."""
+"""Refused arguments, with the reason and the remedy."""
 
 REMARKS = _by_name(_IDLE)
-"""Arguments that have nothing to act on here, with the reason; a line says it where one is set."""
+"""Arguments without effect, with the reason for the note that reports them."""
 
 _OWN = {
     name

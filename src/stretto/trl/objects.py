@@ -1,4 +1,4 @@
-"""Objects that trainers are given: their names, models, adapters, rewards and prompts."""
+"""Validates and converts objects passed to trainers: models, adapters, rewards and prompts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from stretto.trl.arguments import device, mapping
 COLUMN, MASK = "input_ids", "attention_mask"
 PROMPT = "prompt"
 EMPTY = {"role": "user", "content": ""}
-"""The prompt of rows without one, which an environment fills when it is reset."""
+"""Prompt of rows without one. The environment provides the prompt when it is reset."""
 
 IMAGES = ("image", "images")
-"""Columns with which TRL would train a model that sees."""
+"""Image columns of TRL's vision-language training, which is not supported."""
 
 _NOT_HERE = {
     "rollout_func": "responses are made by the engine, and answered by tools or an environment; "
@@ -53,7 +53,7 @@ _NOT_HERE = {
         "nothing computes metrics of logits here; leave it out",
     ),
 }
-"""Arguments of trainers that are refused, with the reason and the remedy."""
+"""Refused arguments of trainers, with the reason and the remedy."""
 
 _LORA_TAKEN = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform"),
@@ -63,11 +63,11 @@ _LORA_FREE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_type"),
     *("peft_version", "revision", "runtime_config", "task_type"),
 )
-"""Arguments of a LoraConfig that change nothing here."""
+"""Arguments of a LoraConfig that have no effect here."""
 
 
 def check_args(args: Any, kind: type, trainer: str) -> None:
-    """Raise ConfigError for arguments of another class than the trainer's own."""
+    """Raise ConfigError if ``args`` is not of the trainer's own config class."""
     if not isinstance(args, kind):
         name = kind.__name__
         raise ConfigError(
@@ -78,7 +78,7 @@ def check_args(args: Any, kind: type, trainer: str) -> None:
 
 
 def refuse(collator: Any, optimizers: tuple[Any, Any], **others: Any) -> None:
-    """Refuse a collator that does more than pad, optimizers, and what else is given."""
+    """Raise ConfigError for optimizers, other set arguments and collators that do not just pad."""
     for name, value in others.items():
         if value:
             raise ConfigError(f"{name} = {value!r:.80}: {_NOT_HERE[name]}", "argument-refused")
@@ -98,8 +98,9 @@ def refuse(collator: Any, optimizers: tuple[Any, Any], **others: Any) -> None:
 
 
 def bring_to_dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "bfloat16"]:
-    """Return the type that the policy computes in. ``bf16`` brings all models to bfloat16: unset,
-    on a GPU that computes in it, as TRL does.
+    """Return the policy's dtype. ``bf16`` converts all models to bfloat16.
+
+    As in TRL, ``bf16=None`` means True on a GPU that supports bfloat16.
     """
     place = pick_device(device(args))
     bf16 = args.bf16
@@ -117,7 +118,7 @@ def bring_to_dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "
 
 
 def check_shared(models: Mapping[str, Any]) -> None:
-    """Refuse models that share weights."""
+    """Raise ConfigError for models that share weights."""
     owners: dict[int, str] = {}
     for name, model in models.items():
         for parameter in model.parameters():
@@ -131,8 +132,9 @@ def check_shared(models: Mapping[str, Any]) -> None:
 
 
 def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Refuse models that cannot work together: that share weights, lack a scalar head or tokens of
-    the tokenizer. Returns the number of token ids that all know.
+    """Return the number of token ids that all models have embeddings for.
+
+    Raises StrettoError if models share weights, lack a scalar head or lack tokens.
     """
     check_shared(models)
     for name in ("reward_model", "value_model"):
@@ -163,7 +165,7 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
 
 
 def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
-    """Return the settings of the section ``model`` that ask for a policy's adapters."""
+    """Return the settings of the section ``model`` for the policy's adapters."""
     if type(peft_config) is not LoraConfig:
         raise ConfigError(
             f"peft_config = {type(peft_config).__name__}: the adapters here are LoRA's; give a "
@@ -201,7 +203,7 @@ def lora_notes(peft_config: Any) -> list[str]:
 
 
 def is_quantized(model: Any) -> bool:
-    """Return whether a model has weights in 4 bits; ConfigError for another quantization."""
+    """Return whether the weights are in 4 bits. Raises ConfigError for other quantizations."""
     method = getattr(model, "quantization_method", None)
     if method is not None and not getattr(model, "is_loaded_in_4bit", False):
         raise ConfigError(
@@ -213,8 +215,8 @@ def is_quantized(model: Any) -> bool:
 
 
 def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
-    """Return the layers that peft would adapt, as ``model.lora_targets`` names them: by the ends of
-    their names if these fit no other module, else by their full names.
+    """Return the layers that peft would adapt, for ``model.lora_targets``: the last parts of their
+    names if no other module has such a name, otherwise their full names.
     """
     targets = peft_config.target_modules
     if targets is None:
@@ -248,10 +250,10 @@ def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The reward sources of a run, by their names, and the objects that some of them stand for.
+    """Reward sources of a run by name, and the objects of some of them.
 
     Attributes:
-        models: with their tokenizers.
+        models: (model, tokenizer) pairs.
     """
 
     sources: Sequence[str] = ()
@@ -260,8 +262,8 @@ class Rewards:
 
 
 def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
-    """Name the reward functions and models of a trainer, one or a list of them: functions as in
-    Python, models by the last part of their name. A string names a model, which is loaded.
+    """Name a trainer's reward functions and models (one or a list). A function keeps its name, a
+    model gets the last part of its own. A string names a model to load.
     """
     listed = list(given) if isinstance(given, list | tuple) else [given]
     if not listed or None in listed:
@@ -292,9 +294,9 @@ def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
 
 
 def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
-    """Make TRL's penalty for responses without the end token anywhere in them.
+    """Return a reward function with TRL's penalty for responses without the end token.
 
-    The settings' rule for missing ends does not fit: without a stop token no response ends.
+    The setting ``reward.missing_eos`` cannot do it: without a stop token, no response ends.
     """
 
     def judge(completion_ids: list[list[int]]) -> list[float]:
@@ -333,10 +335,10 @@ def _reward_model(reward: Any, tokenizer: Any, args: Any) -> tuple[nn.Module, An
 
 
 def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
-    """Load a model by an Auto class and ``args.model_init_kwargs``, in float32 by default."""
+    """Load a model with an Auto class and ``args.model_init_kwargs``, in float32 by default."""
     asked = mapping(args.model_init_kwargs, "model_init_kwargs")
     if asked.get("device_map") in (None, "auto"):
-        asked.pop("device_map", None)  # the run decides about the device
+        asked.pop("device_map", None)  # the run places the model
     how = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **asked, **more}
     if how.get("quantization_config"):
         require("bitsandbytes", "bitsandbytes", "quantization_config")
@@ -349,7 +351,7 @@ def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
 
 
 def check_objects(model: Any, tokenizer: Any, callbacks: Any) -> None:
-    """Raise ConfigError for arguments of a trainer that are no objects of transformers."""
+    """Raise ConfigError for arguments that are not the transformers objects TRL expects."""
     rule = ""
     if not isinstance(model, nn.Module | str):
         rule = f"model is a model or its name; got {model!r}"
@@ -363,7 +365,7 @@ def check_objects(model: Any, tokenizer: Any, callbacks: Any) -> None:
 
 
 def rows_of(dataset: Any, name: str, count: int) -> Any:
-    """Return the rows of a dataset: itself, or of one without a length the first ``count``."""
+    """Return a dataset, or the first ``count`` rows (0: all) of one without a length."""
     if isinstance(dataset, str):
         raise TaskError(
             f"{name} is a dataset or a list of rows; got '{dataset}'. datasets.load_dataset loads "
@@ -379,13 +381,13 @@ def rows_of(dataset: Any, name: str, count: int) -> Any:
 
 
 class _Rows(Task):
-    """Prompts that a script brings; what scores them is not theirs.
+    """Prompts of a script's dataset, without a verifier.
 
     Args:
-        rows: a ``datasets.Dataset``, or any sequence of mappings; read again whenever it is asked.
+        rows: a ``datasets.Dataset`` or a sequence of mappings, which is read on every access.
 
     Attributes:
-        longest: tokens of the longest prompt.
+        longest: tokens in the longest prompt.
     """
 
     has_verifier = False
@@ -407,7 +409,7 @@ class _Rows(Task):
         return len(self._rows)
 
     def verify(self, index: int, response: str) -> float:
-        """Raise TaskError, as there is no verifier."""
+        """Raise TaskError: there is no verifier."""
         self.require_verifier()
         raise AssertionError
 
@@ -428,14 +430,14 @@ OPENING = 256
 
 @dataclass(frozen=True)
 class Answering:
-    """What answers a policy's turns.
+    """The tools or environments that answer a policy's turns.
 
     Attributes:
         objects: tools or an environment, by their names in ``environment.sources``.
-        render: makes prompts that tell of its tools.
-        rewards: whether it gives rewards.
-        opening: tokens of a prompt that an environment returns for an empty one; 0: none does.
-        most: environments of a kind that are alive at a time, at most; 0: no limit.
+        render: renders prompts with the tools' descriptions.
+        rewards: whether the environment gives rewards.
+        opening: token limit of an environment's prompt for an empty row, 0 if there is none.
+        most: how many environments of one kind may be alive, 0 for no limit.
     """
 
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -452,11 +454,11 @@ def answering(
     template_arguments: Mapping[str, Any] = MappingProxyType({}),
     most: int = 0,
 ) -> Answering:
-    """Look at the tools or the environment of a trainer; nothing where it has neither. At most
-    ``most`` environments of a kind are alive at a time, unless that is 0.
+    """Check a trainer's tools or environment. Up to ``most`` environments of one kind (0: any
+    number) are alive at a time.
 
-    Raises ConfigError where they are of no known shape, or the tokenizer's chat template cannot go
-    on with their answers.
+    Raises ConfigError for unknown kinds of objects, and if the tokenizer's chat template cannot
+    render their answers.
     """
     found = named_objects(tools, factory, most)
     if not found:
@@ -474,20 +476,19 @@ def answering(
 
 
 def _gives_rewards(factory: Any) -> bool:
-    """Return whether environments give rewards: all do, but TRL's only by ``get_reward``."""
+    """Return whether an environment gives rewards. TRL's do only if they have ``get_reward``."""
     kind = getattr(factory, "makes", factory)
     return hasattr(kind, "get_reward") or not is_trl(kind)
 
 
 class PromptTask(_Rows):
-    """Prompts from a column ``prompt``, texts or messages; the others are for reward functions.
-    With an environment, rows may lack the column.
+    """Prompts from a column ``prompt``, with the other columns for reward functions.
 
-    Texts are read as they are, and messages by the tokenizer's chat template. Every row is checked
-    at construction.
+    Text prompts are not templated. Lists of messages use the tokenizer's chat template. With an
+    environment, rows may lack the column. Every row is checked at construction.
 
     Attributes:
-        chat: the setting ``task.chat`` with which the actor reads them.
+        chat: the value of ``task.chat`` for these prompts.
     """
 
     def __init__(
@@ -520,7 +521,7 @@ class PromptTask(_Rows):
                 )
 
     def row(self, index: int) -> TaskRow:
-        """The row at ``index``."""
+        """Return the row at ``index``."""
         row = self._rows[index]
         if not self._opening or not isinstance(row, Mapping):
             row = self._row(index, PROMPT, "Name the column with the prompts so")
@@ -534,13 +535,13 @@ class PromptTask(_Rows):
 
 
 class TokenTask(_Rows):
-    """Prompts from a column ``input_ids``, which the actor reads as they are.
+    """Prompts from a column ``input_ids``, which the actor reads unchanged.
 
-    Padding is left out: what ``attention_mask`` marks where the dataset has that column, else pad
-    tokens at either end. Every row is checked at construction.
+    Padding is removed by ``attention_mask`` if the dataset has it, else pad tokens are stripped at
+    both ends. Every row is checked at construction.
 
     Args:
-        vocabulary: token ids that the models know are below this.
+        vocabulary: number of token ids that the models know.
     """
 
     chat = "off"
@@ -562,7 +563,6 @@ class TokenTask(_Rows):
             self.longest = max(self.longest, len(tokens))
 
     def row(self, index: int) -> TaskRow:
-        """The row at ``index``, with its prompt as tokens and as text."""
         tokens = self._tokens(index)
         return TaskRow(prompt=str(self._tokenizer.decode(list(tokens))), tokens=tokens, index=index)
 

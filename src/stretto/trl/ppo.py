@@ -1,4 +1,4 @@
-"""TRL's PPO trainer, on this project's schedule."""
+"""TRL's PPO trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stretto.trl.config import PPOConfig
 from stretto.trl.objects import Rewards, TokenTask
 
 REWARD_MODEL = "model:reward_model"
-"""Name of PPO's reward model among the reward sources."""
+"""PPO's reward model among the reward sources."""
 
 
 _OLD_NAMES = {
@@ -31,31 +31,31 @@ _OLD_NAMES = {
     "ref_policy": "ref_model",
     "tokenizer": "processing_class",
 }
-"""Names of arguments in TRL 0.12 and before, with their present names."""
+"""Argument names of TRL up to 0.12, with their present names."""
 
 
 class PPOTrainer(BaseTrainer):
-    """Trainer of a policy against a reward model, by PPO.
+    """Trains a policy against a reward model with PPO.
 
-    The arguments are TRL's, in its order; see :class:`BaseTrainer`.
-
-    Raises a StrettoError where an argument is refused or arguments do not fit together, a model has
-    no scalar head or lacks the tokenizer's tokens, or the dataset has no tokenised prompts.
+    The arguments are TRL's, in its order; see :class:`BaseTrainer`. Raises a StrettoError if an
+    argument is refused or arguments conflict, a model has no scalar head or lacks the tokenizer's
+    tokens, or the dataset has no tokenized prompts.
 
     Args:
-        processing_class: the tokenizer that all models share.
-        ref_model: what the KL is measured to; ``None``: the policy as it starts.
-        reward_model: a sequence classifier with one label, or a reward function, as of GRPO.
-        train_dataset: tokenised prompts, in a column ``input_ids``.
-        value_model: a sequence classifier with one label, which becomes the critic; ``None``: the
+        processing_class: the tokenizer of all models.
+        ref_model: reference of the KL. ``None`` is the policy before training.
+        reward_model: a sequence classifier with one label, or a reward function as for GRPO.
+        train_dataset: tokenized prompts, in a column ``input_ids``.
+        value_model: a sequence classifier with one label, trained as the critic. ``None`` is the
             policy's backbone with a zero head.
-        data_collator: one that only pads, or ``None``; nothing is padded here.
+        data_collator: ``None`` or a collator that only pads. It is not used.
         eval_dataset: prompts for :meth:`generate_completions`.
-        optimizers: not taken; see :class:`PPOConfig`.
-        callbacks: ``TrainerCallback`` objects or classes of transformers; told of the beginning, of
-            each step and its figures, and of the end.
-        peft_config: a ``LoraConfig``; policy and critic then get adapters, which are merged into
-            them when training ends. Adapters that the policy has before are merged first.
+        optimizers: must be unset; see :class:`PPOConfig`.
+        callbacks: ``TrainerCallback`` objects or classes of transformers, called at the start,
+            after
+            each step with its metrics, and at the end.
+        peft_config: a ``LoraConfig``. Policy and critic get adapters, which are merged into them
+            when training ends. Adapters that the policy already has are merged first.
     """
 
     config_class = PPOConfig
@@ -114,7 +114,8 @@ class PPOTrainer(BaseTrainer):
         else:
             rewards = objects.rewards_of(self.reward_model, None, args)
         if args.missing_eos_penalty is not None and not arguments.stops(args):
-            # Without a token that ends responses none ends by itself: a source looks for it.
+            # Without a stop token no response ends by itself, so that a reward source must look for
+            # it.
             judge = objects.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
             functions = {**rewards.functions, MISSING_EOS: judge}
             rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
@@ -122,12 +123,13 @@ class PPOTrainer(BaseTrainer):
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model: a
-        row for each, with ``query``, ``model response`` and ``score``, as TRL called them. The
-        first five are shown.
+        """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model.
+
+        Each row has ``query``, ``model response`` and ``score``, as in TRL. The first five are
+        printed.
 
         Args:
-            sampling: answer one batch of ``args.per_device_eval_batch_size`` only.
+            sampling: answer only one batch of ``args.per_device_eval_batch_size``.
         """
         rows = self._require_rows(self.eval_dataset)
         most = self.args.per_device_eval_batch_size if sampling else len(rows)
@@ -159,7 +161,7 @@ class PPOTrainer(BaseTrainer):
 
 
 def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PPO's arguments by their present names, those that every run needs among them."""
+    """Return PPO's arguments by their present names. Raises ConfigError if one is missing."""
     named = dict(arguments)
     for old, value in old_names.items():
         if old not in _OLD_NAMES:

@@ -1,4 +1,4 @@
-"""TRL's GRPO, RLOO and Online DPO trainers, on this project's schedule."""
+"""TRL's GRPO, RLOO and Online DPO trainers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from stretto.trl.config import GRPOConfig, OnlineDPOConfig, RLOOConfig, TrlConfi
 from stretto.trl.objects import PromptTask
 
 LONGEST_OPENING = 2048
-"""Tokens of the prompts that an environment may return for rows without one, if the model knows so
-many positions."""
+"""Token limit of an environment's prompts for rows without one, if the model has enough positions.
+"""
 
 
 class _PromptsTrainer(BaseTrainer):
-    """A trainer that loads what is named, and reads prompts as they are written."""
+    """Base of trainers that load models by name and read text or chat prompts."""
 
-    aux_loss_enabled: ClassVar[bool] = False  # routers of experts have no loss of their own
+    aux_loss_enabled: ClassVar[bool] = False  # routers of experts get no auxiliary loss
     _reference: nn.Module | None = None
 
     @in_script
@@ -113,8 +113,8 @@ class _PromptsTrainer(BaseTrainer):
     def _rows_and_sizes(
         self, args: Any, rows: Any, environment_factory: Any
     ) -> tuple[Any, arguments.Sizes]:
-        """Return the rows to train on and the run's sizes. Without rows there are empty prompts,
-        those of one batch, which an environment fills when it is reset.
+        """Return the training rows and the run's sizes. Without rows, one batch of empty prompts
+        stands for those that the environment returns when it is reset.
         """
         if rows is not None and hasattr(rows, "__len__"):
             return rows, arguments.derive_sizes(args, len(rows))
@@ -134,7 +134,7 @@ class _PromptsTrainer(BaseTrainer):
         return objects.rows_of(rows, "train_dataset", count), sizes
 
     def _describe_rewards(self, rewards: objects.Rewards) -> None:
-        """Set the attributes by which TRL's scripts read the rewards, the environment's last."""
+        """Set the attributes that TRL's scripts read. The environment's reward comes last."""
         judges: Any = [
             rewards.models.get(s, (rewards.functions.get(s), None)) for s in rewards.sources
         ]
@@ -151,41 +151,41 @@ class _PromptsTrainer(BaseTrainer):
 
 
 class GRPOTrainer(_PromptsTrainer):
-    """Trainer of a policy against reward functions and models, by GRPO and the losses related to
-    it. The arguments are TRL's, in its order; see :class:`BaseTrainer`.
+    """Trains a policy against reward functions and models with GRPO and related losses. The
+    arguments are TRL's, in its order; see :class:`BaseTrainer`.
 
     Args:
-        model: the policy, or its name, which is loaded with ``args.model_init_kwargs``.
-        reward_funcs: one or a list: functions (async ones too) of ``prompts``, ``completions``,
-            ``completion_ids`` and columns of the dataset; sequence classifiers with one label, or
+        model: the policy, or a name to load with ``args.model_init_kwargs``.
+        reward_funcs: one or a list of functions (also async) of ``prompts``, ``completions``,
+            ``completion_ids`` and dataset columns, or of sequence classifiers with one label, or
             their names.
         train_dataset: rows with a column ``prompt``: texts, or lists of messages.
-        processing_class: the policy's tokenizer; ``None``: the one beside the model.
-        reward_processing_classes: tokenizers of the reward models, if not those beside them.
-        callbacks, peft_config: as of :class:`PPOTrainer`.
+        processing_class: the policy's tokenizer. ``None`` loads it from the model's folder.
+        reward_processing_classes: tokenizers of the reward models, if not in the models' folders.
+        callbacks, peft_config: as in :class:`PPOTrainer`.
         quantization_config: a ``BitsAndBytesConfig`` with ``load_in_4bit``, for a model that is
-            loaded by its name and trained by adapters.
-        tools, environment_factory: answer the policy's turns (docs/episodes.md); an environment's
-            rewards are one beside the others.
+            loaded by name and trained with adapters.
+        tools, environment_factory: answer the policy's turns (docs/episodes.md). An environment's
+            rewards are one more reward source.
     """
 
     config_class: ClassVar[type[TrlConfig]] = GRPOConfig
 
 
 class RLOOTrainer(GRPOTrainer):
-    """Trainer of a policy against reward functions and models, by RLOO with clipped ratios of whole
-    responses. The arguments are those of :class:`GRPOTrainer`.
+    """Trains a policy against reward functions and models with RLOO, with ratios clipped per
+    response. The arguments are those of :class:`GRPOTrainer`.
     """
 
     config_class = RLOOConfig
 
 
 class OnlineDPOTrainer(_PromptsTrainer):
-    """Trainer of a policy on pairs of its responses, the better one by reward functions and models
-    first. The arguments are TRL's, in its order; see :class:`GRPOTrainer`.
+    """Trains a policy on pairs of its responses, ranked by reward functions and models. The
+    arguments are TRL's, in its order; see :class:`GRPOTrainer`.
 
     Args:
-        ref_model: what the loss is relative to; ``None``: the policy as it starts.
+        ref_model: reference of the loss. ``None`` is the policy before training.
     """
 
     config_class = OnlineDPOConfig
