@@ -1,4 +1,4 @@
-"""Runs: the loop over a schedule's steps, supervised runs, checkpoints, and how a run ends."""
+"""The training loop, supervised training, checkpoints, and how a run ends."""
 
 from stretto.observe.run_directory import Best, TrainResult
 from stretto.runs.finetuning import RewardModelResult, SftResult, sft, train_reward_model

@@ -1,20 +1,18 @@
-"""Checkpoints: the whole state of a run between two steps, as plain data and tensors.
+"""Checkpoints: the full state of a run between two steps, as plain data and tensors.
 
 ::
 
     checkpoints/step-000020/
     ├── driver.pt        prompts and schedule (runtime/state.py)
-    ├── inputs.json      fingerprints of rows and models as the run began (runs/loop.py)
-    ├── learner/         the models under training, their optimizers, and weights that generation
-    │                    works with, a file of each process that holds a part of them
-    │                    (training/shard_files.py)
-    └── manifest.json    the length and the SHA-256 of each other file
+    ├── inputs.json      fingerprints of rows and models at the start (runs/loop.py)
+    ├── learner/         trained models, optimizers and generation weights, one file per process
+    │                    that holds a part of them (training/shard_files.py)
+    └── manifest.json    length and SHA-256 of each other file
 
-Whatever writes a file tells its sum. A checkpoint appears under its name once all of it is on disk,
-and is read only if it is as it was written: all lengths and sums are compared before the run
-starts, so that a damaged file leads to the checkpoint before. While a run is under way the two
-newest are kept: the older one is read if the newest is damaged. One is kept where the disk has no
-room for another, and at the end of the run.
+The writer of a file also computes its checksum. A checkpoint gets its name when all files are on
+disk. Resuming compares all lengths and checksums first, and falls back to the older checkpoint if
+one is damaged. Therefore two are kept during a run, and only one at the end of the run or if the
+disk has no room for another.
 """
 
 from __future__ import annotations
@@ -47,14 +45,13 @@ from stretto.saying import format_size
 T = TypeVar("T")
 
 INPUTS = "inputs.json"
-"""The file with fingerprints of rows and models."""
+"""Fingerprints of rows and models."""
 
 FIRST_MINUTES = 1.0
-"""Minutes after which a run has its first checkpoint, at the latest with the first step after them:
-a run that is killed early can be resumed, too."""
+"""Minutes until the first checkpoint is due, so that a run that is killed early can resume."""
 
 EXPORT = "checkpoint/export"
-"""Use of a staged model that ``Overrides.exports`` writes."""
+"""The staged model for ``Overrides.exports``."""
 
 _FORMAT = 5
 _NAME = re.compile(r"step-(\d+)")
@@ -62,12 +59,12 @@ _MANIFEST = "manifest.json"
 
 
 def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT) -> Path:
-    """Write ``<folder>/step-<N>``, and remove what it makes superfluous once it is on disk.
+    """Write ``<folder>/step-<N>``, then remove all but the ``keep`` newest checkpoints.
 
-    Superfluous are all but the ``keep`` newest, and those of later steps: the run was resumed
-    before them. What a killed run has left half-written goes first, and on a disk without room for
-    another checkpoint, what is superfluous beside the newest one. Raises StorageError if the
-    checkpoint cannot be written; nothing is left of it. ``parts`` write the files and folders.
+    Checkpoints of later steps are removed too, because the run was resumed before them. Remains of
+    a killed run are removed first. If the disk lacks room, so are all but the newest checkpoint.
+    Raises StorageError if the checkpoint cannot be written, and leaves nothing of it. ``parts``
+    write the files and folders.
     """
     target = folder / f"step-{step:06d}"
     _remove(folder.glob("step-*.tmp"))
@@ -88,7 +85,7 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
 def _make_room(folder: Path, step: int) -> None:
     old = _found(folder)
     if before := [number for number in old if number <= step]:
-        needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are about as large
+        needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # about the same size
         free, superfluous = files.free(folder), _superfluous(folder, step, 1)
         if free < needed <= free + sum(map(files.size_of, superfluous)):
             _remove(superfluous)
@@ -106,11 +103,11 @@ def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Load the newest checkpoint that is whole. Raises StateError if there is none.
+    """Load the newest undamaged checkpoint. Returns its step and state.
 
-    A checkpoint is only tensors and plain data; loading it runs no code of its own. ``note`` is
-    called with a line for each checkpoint that is damaged and passed over. Return the step; and by
-    name the content of ``driver.pt`` and ``inputs.json``, and the folder of the learner's state.
+    The state has the contents of ``driver.pt`` and ``inputs.json`` and the path of the learner's
+    folder. Loading never runs code from a checkpoint. ``note`` gets a line for each damaged
+    checkpoint that is skipped. Raises StateError if none is left.
     """
     require(folder)
     found, damages = _found(folder), []
@@ -130,7 +127,7 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
 
 
 def require(folder: Path) -> None:
-    """Raise StateError if there is no checkpoint, whole or damaged."""
+    """Raise StateError if there is no checkpoint, damaged or not."""
     if not newest(folder):
         raise StateError(
             f"'{folder}' holds no checkpoint to resume from; a run writes one after its first "
@@ -145,7 +142,7 @@ def newest(folder: Path) -> int:
 
 
 class _DamagedError(Exception):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from what was written."""
 
 
 def _found(folder: Path) -> dict[int, Path]:
@@ -162,13 +159,13 @@ def _load(checkpoint: Path, step: int) -> dict[str, Any]:
         raise _DamagedError(
             f"{DRIVER} holds other things than tensors and plain data: {first_line(error)}"
         ) from error
-    except Exception as error:  # torch raises many, of a file whose sum was forged or is of less
+    except Exception as error:  # torch raises many kinds for files with a forged sum
         raise _DamagedError(f"{DRIVER} or {INPUTS} cannot be read: {first_line(error)}") from error
     return {DRIVER: driver, LEARNER: checkpoint / LEARNER, INPUTS: inputs}
 
 
 def _verify(checkpoint: Path, step: int) -> None:
-    """Check that the files are those that were written after this step."""
+    """Check that all files are as written for this step."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         listed = manifest["files"].items()
@@ -190,7 +187,7 @@ def _verify(checkpoint: Path, step: int) -> None:
     there = {name.as_posix() for name in described} | {name.parent.name for name in described}
     if lacking := [name for name in (DRIVER, INPUTS, LEARNER) if name not in there]:
         raise _DamagedError(f"{_MANIFEST} lists no {lacking[0]}")
-    with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to other threads
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for checked in [pool.submit(_compare, checkpoint / n, s) for n, s in described.items()]:
             checked.result()
 
@@ -208,9 +205,9 @@ def _compare(file: Path, written: FileSum) -> None:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Have a thread do work, which does not keep the process alive."""
+    """Run ``work`` in a daemon thread, which does not keep the process alive."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # a cancelled wait does not stop it
+    future.set_running_or_notify_cancel()  # cancelling the wait does not stop it
 
     def run() -> None:
         try:
@@ -226,18 +223,20 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 class Checkpointer:
-    """Writer of a run's checkpoints: each is staged between two steps and written by a thread.
+    """Writes a run's checkpoints, each staged between two steps and written by a thread.
 
-    Staging copies what training changes, and the copy is written while training goes on. Where
-    memory is too short for a copy, training waits for the writing. One checkpoint is written at a
-    time. With ``observe.checkpoint_every`` the next one waits for that; with
-    ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run that has
-    none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in either case,
-    and those before it go. One that cannot be written, as on a full disk, does not end the run: a
-    line reports it, and the ones before it stay.
+    - Staging copies the state that training changes, so that training continues during the write.
+      It waits for the write if memory is too short for a copy.
+    - One checkpoint is written at a time. With ``observe.checkpoint_every`` the next one waits.
+      With
+      ``observe.checkpoint_minutes`` it moves to the first step after the write.
+    - A run without a checkpoint takes one after :data:`FIRST_MINUTES`.
+    - One follows the last step in either case, and replaces all earlier ones.
+    - A failed write, for example on a full disk, is reported and does not end the run. Earlier
+      checkpoints stay.
 
-    A context manager, to be left while the event loop runs: it waits until what is being written
-    is whole.
+    As a context manager it must be left while the event loop runs, because it waits for the write
+    in progress.
     """
 
     def __init__(
@@ -256,11 +255,13 @@ class Checkpointer:
         self._taken_s = self._clock.now()
         self._any = newest(folder) > 0
         self._writing: Future[Path] | None = None
-        self._step = 0  # of the one that is being written, or was last
+        self._step = 0  # step of the current or last write
 
     async def after(self, step: int, *, last: bool = False, asked: bool = False) -> None:
-        """Take a checkpoint after a step, if one is due or asked for; ``last``: no other step
-        follows. Raises a StrettoError if the process that has the state is gone."""
+        """Take a checkpoint after a step if one is due or ``asked``. ``last``: no step follows.
+
+        Raises a StrettoError if the process with the state is gone.
+        """
         if last:
             self._steps = step
         if self._writing and self._writing.done():
@@ -281,7 +282,7 @@ class Checkpointer:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for what is being written; an error of that does not hide another one."""
+        """Wait for the write in progress. Its failure does not hide an earlier error."""
         if self._writing and not self._writing.done():
             self._note(f"waiting until the checkpoint of step {self._step} is written")
         try:
@@ -305,7 +306,7 @@ class Checkpointer:
         self._taken_s, self._step = self._clock.now(), step
         async with self._running.schedule.weights_lock:
             with self._running.spans.span(CHECKPOINT, "checkpoint/stage", step=step):
-                # After the last step nothing changes any more.
+                # After the last step nothing changes the state any more.
                 staged = await self._running.stage(copy=step < self._steps)
                 if self._running.overrides.exports:
                     await self._running.stage_model(EXPORT, held=False)
@@ -331,7 +332,7 @@ class Checkpointer:
         return {"": files.sum_of(file)}
 
     async def _written(self) -> None:
-        """Wait for what is being written, if anything is, and note what has failed."""
+        """Wait for the write in progress, if any, and report a failure."""
         if self._writing is None:
             return
         try:
@@ -345,5 +346,5 @@ class Checkpointer:
             there = f"the newest is of step {last}" if last else "nor any other"
             self._note(f"{error}. There is no checkpoint of step {self._step}; {there}")
         finally:
-            if self._writing.done():  # else the waiting was interrupted
+            if self._writing.done():  # otherwise the wait was interrupted
                 self._writing = None

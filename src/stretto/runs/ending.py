@@ -1,4 +1,4 @@
-"""The end of a run: the model is saved, however the end comes."""
+"""Saves the model at the end of a run, after success, an error or an interruption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.errors import StrettoError, first_line, is_out_of_memory
 
 
 class StoppedError(StrettoError):
-    """The run ends in order after a step, before its last one; the message says why."""
+    """Ends the run in order after a step that is not its last. The message says why."""
 
 
 @contextmanager
@@ -23,20 +23,19 @@ def saved_at_the_end(
     note: Callable[[str], None],
     checkpoint: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Save the model when the ``with`` statement ends, by itself, by an error or an interruption.
+    """Save the model when the ``with`` block ends, also by an error or an interruption.
 
-    StoppedError ends the work like any error, and goes no further.
-
-    A signal that comes while the model is being saved waits until it is; a second one, or one
-    after Ctrl-C, does not wait. The interruption or the error goes on, once a line has reported
-    where the model is, or why it was not saved.
+    - StoppedError ends the block like an error but is not raised further.
+    - A signal during saving waits for it. A second one, or one after Ctrl-C, does not wait.
+    - An interruption or error is raised again, after a line that says where the model is or why
+      it was not saved.
 
     Args:
-        folder: of the model, for that line.
-        save: the model, in one step: whole or not at all.
-        learned: how far training has come ("step 12"); empty where nothing is worth saving.
-        halt: stops all that could still change the weights; returns whether they are whole.
-        checkpoint: writes one after the model, if the work was stopped by an error or a signal.
+        folder: the model's folder, for that line.
+        save: saves the model completely or not at all.
+        learned: training progress ("step 12"), empty if there is nothing to save.
+        halt: stops everything that could change the weights. Returns whether they are intact.
+        checkpoint: writes one after the model, if an error or a signal stopped the block.
     """
 
     def show(line: str) -> None:
@@ -78,7 +77,7 @@ def _stop(
     why: str,
     show: Callable[[str], None],
 ) -> bool:
-    """Return whether the weights are whole and have learned something."""
+    """Save the model. Return whether the weights are intact and were trained."""
     if not learned:
         halt()
         return False

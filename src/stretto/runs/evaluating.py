@@ -1,4 +1,4 @@
-"""Evaluation while a run trains: its figures, the model of the best one, and an early stop."""
+"""Evaluations during training: metrics, the best evaluation's model, and early stopping."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from stretto.types import FinishReason
 from stretto.workers.drive import drive
 
 BEST = "checkpoint/best"
-"""Name of the work on the best evaluation's model."""
+"""Name of the spans and staged weights of the best evaluation's model."""
 
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of scored answers. Raises RewardError if one has no reward, unless such
-    answers are to be left out, or if none has one."""
+    """Return the metrics of scored answers. Raises RewardError if no answer has a reward, or if one
+    lacks it and ``reward.failures_allowed`` does not permit that.
+    """
     factors = config.reward.factors
     allowed = config.reward.failures_allowed
     out = reasons_to_reject(answers, failures_allowed=allowed, group_at_least=1, weights=factors)
@@ -60,10 +61,9 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
 
 
 def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
-    """Return a policy's greedy answers to all prompts of ``overrides.task``, with their scores, for
-    an evaluation outside a run. They are in the order of the rows if ``task.shuffle`` is off.
-
-    Roles are threads of this process, and Stretto's own engine decodes.
+    """Return the policy's scored greedy answers to all prompts of ``overrides.task``, for an
+    evaluation outside a run. They are in row order if ``task.shuffle`` is off. Roles are threads of
+    this process, and generation uses Stretto's own engine.
     """
     plain = {
         "steps": 0,
@@ -91,7 +91,7 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
     assert policy is not None
     trained = [p for p in policy.parameters() if p.requires_grad]
     with ExitStack() as stack:
-        for parameter in trained:  # a learner makes masters of those that are trained
+        for parameter in trained:  # otherwise the learner would make float32 masters of them
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
         drive(evaluate(start(config.model_copy(update=plain), stack, say, overrides)))
@@ -99,14 +99,13 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
 
 
 class Evaluator:
-    """The evaluations of a run.
+    """Runs the evaluations of a run and keeps the best one's model.
 
-    The model of the best one is copied before its weights change, and written by a thread while
-    training goes on. A model that cannot be written, as on a full disk, does not end the run: a
-    line reports it, and the one before it stays.
-
-    A context manager, to be left while the event loop runs: it waits until what is being written
-    is whole.
+    - That model is copied before its weights change, and written by a thread during training.
+    - A failed write, for example on a full disk, is reported and does not end the run. The
+      previous best model stays.
+    - As a context manager it must be left while the event loop runs, because it waits for the
+      write in progress.
 
     Attributes:
         news: metrics that no step has recorded yet.
@@ -135,11 +134,11 @@ class Evaluator:
 
     @property
     def exhausted(self) -> str:
-        """Why the run is to end, if it is."""
+        """Reason for early stopping, or empty."""
         patience, best = self._config.observe.eval_patience, self.best
         if not patience or best is None:
             return ""
-        worse = sum(step > best.step for step in self._evaluated)  # not those that are repeated
+        worse = sum(step > best.step for step in self._evaluated)  # repeated steps count once
         if worse < patience:
             return ""
         return (
@@ -181,7 +180,7 @@ class Evaluator:
         except StorageError as error:
             self._note(f"{error}. The model of the best evaluation is not kept")
             self.best = self._run_dir.best()
-            self._evaluated.clear()  # that model was better than the one on disk
+            self._evaluated.clear()  # because that model was better than the one on disk
         finally:
             if self._writing.done():
                 self._writing = None
@@ -190,7 +189,7 @@ class Evaluator:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for what is being written; an error of that does not hide another one."""
+        """Wait for the write in progress. Its failure does not hide an earlier error."""
         try:
             await self._written()
         except Exception as failure:

@@ -1,4 +1,4 @@
-"""Supervised runs: from settings to a run directory with a trained model."""
+"""Supervised training runs: from settings to a run directory with a trained model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 
 class _Shown:
-    """A result that notebooks show with its curves."""
+    """Shows a result in notebooks with its curves."""
 
     __slots__ = ()
     model: Path
@@ -58,14 +58,14 @@ class _Shown:
 
 @dataclass(frozen=True, slots=True)
 class SftResult(_Shown):
-    """The outcome of supervised fine-tuning.
+    """Outcome of supervised fine-tuning.
 
     Attributes:
         model: folder of the trained model, in Hugging Face format.
-        steps: updates taken.
-        loss: of the last update's batch, before that update; nats a learned token.
-        held_out_loss: at the end, likewise; ``None`` where nothing was held out.
-        perplexity: its exponential.
+        steps: number of updates.
+        loss: on the last update's batch, before that update, in nats per learned token.
+        held_out_loss: final loss on the held-out rows, ``None`` without any.
+        perplexity: exponential of ``held_out_loss``.
     """
 
     model: Path
@@ -77,15 +77,14 @@ class SftResult(_Shown):
 
 @dataclass(frozen=True, slots=True)
 class RewardModelResult(_Shown):
-    """The outcome of a reward model's training.
+    """Outcome of reward model training.
 
     Attributes:
         model: folder of the reward model, a sequence classifier with one label.
-        steps: updates taken.
-        loss: of the last update's batch, before that update; nats a pair.
-        held_out: metrics of the pairs held out, at the end; ``None`` without any.
-        reward_mean: mean of its rewards on the pairs held out, or without any on the last update's
-            batch.
+        steps: number of updates.
+        loss: on the last update's batch, before that update, in nats per pair.
+        held_out: final metrics on the held-out pairs, ``None`` without any.
+        reward_mean: mean reward on the held-out pairs, or else on the last update's batch.
         reward_std: their standard deviation.
     """
 
@@ -98,10 +97,8 @@ class RewardModelResult(_Shown):
 
 
 def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftResult:
-    """Fine-tune a language model on demonstrations, and save it.
-
-    A run that is stopped after an update saves the model as it is then. Raises a StrettoError if a
-    setting, the model, the data or the numbers are at fault.
+    """Fine-tune a language model on demonstrations and save it, also if stopped after an update.
+    Raises a StrettoError for invalid settings, models, data or numbers.
     """
     loop = _SupervisedLoop(
         config, progress, read_demonstrations, example_of, lambda e: len(e.tokens)
@@ -125,11 +122,11 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
 def train_reward_model(
     config: RewardModelConfig, *, run_dir: RunDirectory, progress: Progress
 ) -> RewardModelResult:
-    """Train a reward model on preferences, and save it; otherwise as :func:`sft`."""
+    """Train a reward model on preferences and save it, with errors as in :func:`sft`."""
     loop = _SupervisedLoop(config, progress, read_pairs, tokens_of, lambda p: p.longest)
     tokenizer, ends = loop.tokenizer, loop.ends
     model = reward_model_from(loop.model, config.seed)
-    if ends:  # a classifier is saved without a generation config, which may alone have named them
+    if ends:  # a classifier is saved without the generation config, perhaps their only source
         for part in (unwrapped(model).config, text_config(model)):
             part.eos_token_id = sorted(ends)
     if not set_padding(model, tokenizer, ends):
@@ -161,8 +158,10 @@ def train_reward_model(
 
 
 class _SupervisedLoop(Generic[T]):
-    """The loop over a supervised run's updates, with the model to start from and the rows to train
-    on and to measure on (``held``), tokenised."""
+    """Loads model and data of a supervised run, and runs its updates.
+
+    ``rows`` are trained on and ``held`` are held out. Both are tokenized.
+    """
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class _SupervisedLoop(Generic[T]):
         length: Callable[[T], int],
     ) -> None:
         self._config, self._progress = config, progress
-        self.done = 0  # updates taken
+        self.done = 0  # number of updates
         data, m, note = config.data, config.model, progress.note
         with progress.working(f"reading {data.name}"):
             rows, dropped = read(data)
@@ -201,8 +200,7 @@ class _SupervisedLoop(Generic[T]):
                 "text; conversations are lists of messages, and every response gets its end by "
                 "itself"
             )
-        # A longer row would lose its end, and could not show where a response ends, or why it is
-        # the better one.
+        # A cut row would lose its end, which shows the end of the response or why it is better.
         limit = f"data.max_tokens = {data.max_tokens}"
         kept = [row for row in made if length(row) <= data.max_tokens]
         if not kept:
@@ -231,8 +229,9 @@ class _SupervisedLoop(Generic[T]):
         measure: Callable[[], Stats],
         run_dir: RunDirectory,
     ) -> Stats:
-        """Measure, train, record and save; return the metrics of the last update. ``measure``
-        returns metrics of the rows held out, if there are any."""
+        """Measure, train, record and save. Returns the last update's metrics. ``measure`` returns
+        metrics of the held-out rows and is called only if there are any.
+        """
         config, progress, total = self._config, self._progress, self._total
         last: Stats = {}
         load.set_checkpointing(model, config.model)

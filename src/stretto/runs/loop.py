@@ -1,4 +1,4 @@
-"""A training run: steps, records, checkpoints, and inputs that a resumed run must have again."""
+"""The training loop: steps, records, checkpoints, and a check that resumed inputs are the same."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ from stretto.types import Stats
 from stretto.workers.drive import drive
 
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
-"""Called after each step with its number and metrics; ``"stop"`` ends the run in order, and
-``"save"`` asks for a checkpoint."""
+"""Called after each step with its number and metrics. ``"stop"`` ends the run in order, and
+``"save"`` requests a checkpoint.
+"""
 
 UPDATE_S = 300.0
 """How long shutdown waits for the update in progress, in seconds."""
 
 SHOWN = 4
-"""Differences that a message names."""
+"""How many differences a message names."""
 
 Identities = Mapping[str, Mapping[str, str]]
-"""What is known of each subject, by name: fingerprints of files and rows, and plain facts."""
+"""Fingerprints of files and rows, and plain facts, by subject."""
 
 
 def train(
@@ -62,14 +63,14 @@ def train(
     overrides: Overrides = NO_OVERRIDES,
     on_step: OnStep | None = None,
 ) -> TrainResult:
-    """Train a model and save it.
+    """Train a model and save it, also if the run is stopped after a step.
 
-    A run that is stopped after a step saves the model as it is then. Raises a StrettoError if a
-    setting, a model, a dataset, a reward function, the numbers or the disk are at fault.
+    Raises a StrettoError for invalid settings, models, data, reward functions or numbers, and for
+    disk errors.
 
     Args:
-        run_dir: takes records, checkpoints and the model.
-        resume: go on from its newest checkpoint.
+        run_dir: receives records, checkpoints and the model.
+        resume: continue from its newest checkpoint.
         overrides: objects of the caller in place of names in the settings.
         on_step: see :data:`OnStep`.
     """
@@ -100,7 +101,7 @@ def train(
             evaluator,
             on_step or (lambda step, stats: None),
         )
-        del state  # as large as the models; the loop lets it go once it has taken it up
+        del state  # as large as the models; the loop frees it after loading
         with saved_at_the_end(
             run_dir.model,
             loop.save,
@@ -121,7 +122,7 @@ def train(
 
 @contextmanager
 def freeze_heap() -> Iterator[None]:
-    """Let no collection look at models and libraries, which stay until the run ends."""
+    """Exclude models and libraries, which stay until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
     try:
@@ -131,7 +132,7 @@ def freeze_heap() -> Iterator[None]:
 
 
 def taken_again(first: int, recorded: int) -> str:
-    """Name the recorded steps that a run repeats if it goes on after the step ``first``."""
+    """Describe the recorded steps that a run repeats if it continues after the step ``first``."""
     if recorded <= first:
         return ""
     lost = f"steps {first + 1} to {recorded} are" if first + 1 < recorded else f"step {recorded} is"
@@ -139,7 +140,7 @@ def taken_again(first: int, recorded: int) -> str:
 
 
 GRAPHS = "engine/graphs"
-"""Metric: the share of decode steps that were CUDA graphs."""
+"""Metric: share of decode steps that ran as CUDA graphs."""
 
 
 def _graphs(spans: Sequence[Span]) -> dict[str, float]:
@@ -150,23 +151,23 @@ def _graphs(spans: Sequence[Span]) -> dict[str, float]:
 
 @dataclass
 class _TrainingLoop:
-    """The steps of a run, recorded."""
+    """Runs and records the steps of a run."""
 
     config: Config
     running: Run
     recorder: Recorder
     run_dir: RunDirectory
-    inputs: Identities  # what the run was started with
+    inputs: Identities  # recorded in checkpoints
     say: Say
-    state: dict[str, Any] | None  # to go on from
-    done: int  # steps taken, over all resumptions
+    state: dict[str, Any] | None  # to resume from
+    done: int  # steps taken, including before a resume
     evaluator: Evaluator | None
     on_step: OnStep
     stats: Stats = field(default_factory=dict)  # of the last step
-    stopped: str = ""  # why the run has ended early
-    save_asked: bool = False  # a checkpoint, after the step
-    interrupted: bool = False  # the run ends after the update in progress
-    last: DriverState | None = None  # of this process, after the last complete step
+    stopped: str = ""  # why the run ended early
+    save_asked: bool = False  # write a checkpoint after the step
+    interrupted: bool = False  # end after the update in progress
+    last: DriverState | None = None  # driver's state after the last complete step
     checkpoints: Checkpointer | None = None
     halted: Halted = field(default=Halted(whole=True))
 
@@ -216,15 +217,15 @@ class _TrainingLoop:
             await checkpoints.after(self.done, last=last, asked=self.save_asked)
 
     async def _complete(self, schedule: Schedule, work: Coroutine[Any, Any, None]) -> None:
-        """Take a step. If the run is stopped once the update has begun, finish the update, so that
-        the weights are those of a complete step. A second cancellation is not delayed.
+        """Take a step. On cancellation during the update, finish the update first, so that the
+        weights are those of a complete step. A second cancellation takes effect at once.
         """
         task = asyncio.create_task(work)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             await self._mark(schedule)
-            if schedule.updating:  # perhaps since the wait for the lock
+            if schedule.updating:  # it may have begun during the wait for the lock
                 self.interrupted = True
                 self.recorder.note(f"stopping; finishing the update of step {self.done + 1} first")
                 schedule.end_after_update()
@@ -241,8 +242,8 @@ class _TrainingLoop:
             raise
 
     async def _mark(self, schedule: Schedule) -> None:
-        """Keep the state if generation runs apart from the learner: it may have newer weights than
-        those after the last step, and the learner does not have the older ones any more.
+        """Keep the state if generation lags behind the learner. Generation may already have newer
+        weights than after the last step, and the learner no longer has the older ones.
         """
         if self.running.lags and not schedule.updating:
             async with schedule.weights_lock:
@@ -259,7 +260,7 @@ class _TrainingLoop:
         write_card(self.run_dir, self.config.algorithm.name, rows, folder)
 
     def halt(self) -> bool:
-        """End all work, after an error; return whether the actor's weights are whole."""
+        """Stop everything after an error. Return whether the actor's weights are intact."""
         schedule = self.running.schedule
         lacks = self.checkpoints is not None and self.checkpoints.lacks(self.done)
         self.halted = self.running.halt(self.last if lacks and not schedule.updating else None)
@@ -268,7 +269,7 @@ class _TrainingLoop:
         return self.halted.whole
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of the last complete step of a run that was stopped."""
+        """Write a checkpoint of the last complete step of a stopped run."""
         note = self.recorder.note
         if self.halted.lost:
             note(f"no checkpoint of step {self.done} can be written: {self.halted.lost}")
@@ -286,7 +287,7 @@ class _TrainingLoop:
         step_s, self.recorded_s = now_s - self.recorded_s, now_s
         if minutes := self.config.minutes:
             own[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
-        eager = own.get(GRAPHS) == 0 and self.stats.get(GRAPHS) != 0  # it is said once
+        eager = own.get(GRAPHS) == 0 and self.stats.get(GRAPHS) != 0  # note it only once
         self.stats = {**own, **self.running.metrics(), **evaluated}
         recorder.step(
             self.done,
@@ -334,14 +335,15 @@ class _TrainingLoop:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Rows and models of a run. Methods raise StateError if a subject is not what it was; the
-    message says what differs."""
+    """Fingerprints of a run's rows and models. Methods raise StateError with the differences if a
+    resumed run has others.
+    """
 
-    before: Identities = field(default_factory=dict)  # as the run began; empty for a new run
-    found: dict[str, Mapping[str, str]] = field(default_factory=dict)  # as far as known yet
+    before: Identities = field(default_factory=dict)  # when the run began, empty for a new run
+    found: dict[str, Mapping[str, str]] = field(default_factory=dict)  # recorded so far
 
     def take(self, subject: str, own: Mapping[str, str]) -> None:
-        """Take note of what a subject is."""
+        """Record a subject's fingerprint."""
         had = self.before.get(subject, own)
         if had != own:
             raise StateError(
@@ -359,8 +361,7 @@ class Inputs:
         overrides: Overrides,
         say: Say,
     ) -> None:
-        """Take note of the models that are loaded by name; the reference is the actor at the
-        start."""
+        """Record the models that are loaded by name. The reference is the initial actor."""
         named = [("reward.sources", s.name, s.model) for s in rewards]
         named = [each for each in named if each[1] not in overrides.reward_models]
         if critic and overrides.critic is None:
@@ -372,9 +373,9 @@ class Inputs:
             self.take(f"{setting} = '{name}'", own)
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
-        """Take note of the rows that are trained on, of the task with this name."""
+        """Record the training rows of the task with this name."""
         subject = f"task.name = '{name}'"
-        if subject not in self.before:  # rows of a run that was moved have another path
+        if subject not in self.before:  # moved runs have another path
             subject = next((s for s in self.before if s.startswith("task.name = ")), subject)
         self.take(subject, prompts.identity)
 
