@@ -1,1 +1,1 @@
-"""The parts of a run, made from its settings: models, roles, controllers; none knows a runtime."""
+"""Builds models, roles and controllers from the settings, independent of the runtime."""

@@ -1,4 +1,4 @@
-"""The controllers of a schedule, and the shares of CPU cores, as the knobs of a run ask."""
+"""Builds a schedule's controllers from its knobs, and divides CPU cores between roles."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from stretto.types import Sampling
 
 @dataclass(frozen=True)
 class Migrating:
-    """The facts about engines that a policy of moving stragglers needs.
+    """Engine facts for migrating stragglers.
 
     Attributes:
-        score_tokens_per_s: tokens that the devices of one free engine score a second; 0 where no
-            scorer sits with the engines.
-        prompt_tokens: of a typical prompt.
+        score_tokens_per_s: scoring rate of one free engine's devices, 0 if no scorer shares them.
+        prompt_tokens: length of a typical prompt.
     """
 
     limits: MigrationLimits
@@ -41,10 +40,10 @@ class Migrating:
 def migrating_of(
     config: Config, prefill_tokens_per_s: float, transfer_tokens_per_s: float | None
 ) -> Migrating:
-    """Return the facts for moving stragglers, from measured rates of an engine.
+    """Return the facts for migrating stragglers, from an engine's measured rates.
 
-    The second rate is ``None`` where keys and values do not move: tokens are prefilled again.
-    Memory alone is taken to slow engines down with rows: all in flight may be gathered on one.
+    ``transfer_tokens_per_s`` is ``None`` if the KV cache is not moved but prefilled again. Only
+    memory is assumed to limit the batch, so that one engine may take all rows in flight.
     """
     rows, engines = config.most_in_flight, config.rollout.engines
     return Migrating(
@@ -54,20 +53,20 @@ def migrating_of(
             cache_tokens=rows * config.longest,
             longest_tokens=config.longest,
             prefill_tokens_per_s=prefill_tokens_per_s,
-            # As fast as prefilling is no reason to move them.
+            # A transfer as slow as prefilling is no reason to migrate.
             transfer_tokens_per_s=transfer_tokens_per_s or prefill_tokens_per_s,
         ),
-        # Reference and critic.
+        # Reference and critic share the rate.
         prefill_tokens_per_s / 2 if config.schedule.knobs.hosts_scorers(engines) else 0.0,
         config.task.max_prompt_tokens // 2,
     )
 
 
 def bounds_what_waits(config: Config) -> bool:
-    """Return whether engines have less room for episodes that wait than there may be.
+    """Return whether the engines' room for waiting episodes may be too small.
 
-    Stretto's own engine keeps as many tokens of them as its slots have, apart from these; vLLM
-    decides by itself.
+    Stretto's engine caches as many tokens of waiting episodes as its slots hold, in addition to the
+    slots. vLLM manages its own cache.
     """
     r = config.rollout
     few = 0 < r.slots < -(-config.most_in_flight // r.engines)
@@ -87,7 +86,7 @@ def controls_of(
     restarts: int = 0,
     judges: Sequence[str] = (),
 ) -> Controls:
-    """Make settings and controllers of a run. Environments bring the scores of ``judges``."""
+    """Build a run's settings and controllers. Environments provide the scores of ``judges``."""
     r = config.rollout
     settings = Settings(
         r.batch,
@@ -116,9 +115,9 @@ class ScheduledRun:
     """The run that a controller is made for.
 
     Attributes:
-        settings: of the schedule, such as the batch.
-        migrating: ``None`` if no stragglers are moved together.
-        holding: of an engine; ``None`` if it has room for all keys and values, or makes it.
+        settings: for example the batch.
+        migrating: ``None`` if stragglers are not migrated.
+        holding: limits of an engine, ``None`` if its KV cache needs none.
     """
 
     schedule: ScheduleConfig
@@ -130,9 +129,7 @@ class ScheduledRun:
 
 
 def controls(run: ScheduledRun) -> Controls:
-    """Make the controllers that the knobs ask for. Settings of the schedule that are in the
-    section ``schedule`` are taken from there.
-    """
+    """Build the controllers that the knobs request. Section ``schedule`` overrides ``settings``."""
     s = run.schedule
     settings = replace(
         run.settings,
@@ -211,7 +208,7 @@ _CONTROLLERS: Mapping[Controlled, tuple[Callable[[ScheduledRun], Any], type]] = 
     "migrate": (_migration, migration.MigrationPolicy),
     "hold": (_hold, HoldPolicy),
 }
-"""Makers of controllers and their protocols, in the order of the fields of Controls."""
+"""Factories of controllers and their protocols, in the order of the fields of Controls."""
 
 
 class CoreShares(NamedTuple):
@@ -223,10 +220,9 @@ class CoreShares(NamedTuple):
 
 
 def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShares:
-    """Share the cores out, unless the settings do.
+    """Divide the cores, unless ``schedule.threads`` does.
 
-    Roles that work at the same time get cores of their own, as threads of two roles on one core
-    wait for each other.
+    Concurrent roles get separate cores, because threads of two roles on one core block each other.
     """
     if schedule.threads:
         return CoreShares(*schedule.threads)

@@ -1,4 +1,4 @@
-"""The environment of a run, opened before any model: its processes, and how turns go on."""
+"""Opens a run's environments before any model: their processes, and how turns continue."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def open_environment(
     overrides: Overrides = NO_OVERRIDES,
     judges: Sequence[FunctionScorer] = (),
 ) -> Environment | None:
-    """Open what answers turns; ``None`` where nothing does, and a response is one turn.
+    """Open the environment that answers turns. Returns ``None`` without one: a response is one
+    turn.
 
-    The prompts tell of its tools from then on. Raises ConfigError where a source is not there or of
-    no known shape, or where the chat template cannot go from turn to turn.
+    From then on the prompts describe its tools. Raises ConfigError if a source is missing or of an
+    unknown kind, or if the chat template cannot continue after an answer.
 
     Args:
-        judges: reward functions that look at environments.
+        judges: reward functions that read environments.
     """
     settings = config.environment
     if not settings.sources:
@@ -89,9 +90,9 @@ def open_environment(
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens with which the chat template ends a turn, where an environment answers.
+    """Return the chat template's end-of-turn tokens, or none without an environment.
 
-    Models that were not made for chat have another end token, and would go on behind their turn.
+    Base models have another end token and would otherwise continue past the end of their turn.
     """
     if not config.environment.sources or not tokenizer.chat_template:
         return frozenset()
@@ -107,12 +108,12 @@ def bridge_for(
     end_tokens: frozenset[int] = frozenset(),
     stop: Sequence[str] = (),
 ) -> Bridge:
-    """Read off the chat template how turns of an environment go on; tell where they cannot.
+    """Derive from the chat template how turns continue. Report kinds of turns for which it cannot.
 
-    Raises ConfigError where the template is of no use, or turns that cannot go on are refused.
+    Raises ConfigError for an unusable template, or if ``environment.on_break`` refuses such turns.
 
     Args:
-        ready: what the environment says of itself; functions answer as tools, and no user does.
+        ready: the environment's description of itself. Functions answer only as tools.
     """
     bridge = open_bridge(encoder, ready["tools"], end_tokens, stop)
     breaks = bridge.breaks_among(("tool",) if ready["kind"] == "functions" else ("tool", "user"))
@@ -131,7 +132,7 @@ def _programs(
     overrides: Overrides,
     say: Say,
 ) -> Environment:
-    """Make the environment of a program, whose server listens once the first episode begins."""
+    """Build a program's environment. Its server starts listening with the first episode."""
     for library in ("starlette", "uvicorn"):
         require(library, "serve", "a program as environment.sources")
     from stretto.serving.programs import ProgramServer
@@ -151,16 +152,16 @@ def _programs(
 
 
 class Looking(NamedTuple):
-    """Reward functions that look at environments: their sources, and objects by these."""
+    """Reward functions that read environments: their sources, and objects by source."""
 
     names: Sequence[str] = ()
     objects: Mapping[str, Callable[..., Any]] = NO_OVERRIDES.functions
     reward: RewardConfig = RewardConfig()
 
     def brought(self, here: bool) -> dict[str, Any]:
-        """Return the functions, or the places of their code where that runs in processes.
+        """Return the functions by name, or the locations of their code for use in processes.
 
-        Raises ConfigError for those that are not where the environments are.
+        Raises ConfigError if functions and environments are not both objects or both names.
         """
         for name in self.names:
             if here != (name in self.objects):
@@ -181,7 +182,7 @@ NOTHING_LOOKS = Looking()
 def open_places(
     settings: EnvironmentConfig, objects: Mapping[str, Any], looking: Looking = NOTHING_LOOKS
 ) -> Sequence[Place]:
-    """Start the places of episodes: processes, or this one for objects by their names."""
+    """Start the hosts of episodes: processes, or this process for objects."""
     brought = {name: objects[name] for name in settings.sources if name in objects}
     named = [name for name in settings.sources if name not in objects]
     places: list[Place]

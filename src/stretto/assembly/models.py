@@ -1,4 +1,4 @@
-"""The models of a run: the caller's overrides, or loaded as the settings name them."""
+"""Models of a run: the caller's overrides, or loaded by their names in the settings."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ Reward = tuple[nn.Module, PreTrainedTokenizerBase]
 
 @dataclass(frozen=True)
 class Overrides:
-    """Objects that the caller of a run gives in place of names in the settings; all are optional.
+    """Objects of the caller in place of names in the settings. All are optional.
 
     Attributes:
-        actor: the policy; it is trained in place.
+        actor: the policy, trained in place.
         tokenizer: the actor's.
-        reference: the model that the KL is measured to; without it a copy of the starting actor.
-        critic: a model with a scalar head; it is trained in place.
-        opened: the task that the settings name, where it was opened before.
+        reference: reference of the KL, by default a copy of the initial actor.
+        critic: a model with a scalar head, trained in place.
+        opened: the task in the settings, if it is already open.
         functions: reward functions by their names in ``reward.sources``.
         environment: tools or an environment by their names in ``environment.sources``.
         reward_models: model and tokenizer by their names in ``reward.sources``.
-        end_tokens: in place of the tokenizer's and those of the generation config.
-        warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
+        end_tokens: replace those of the tokenizer and the generation config.
+        warmup: file with the warm-up's measurements. It is read if it exists and written otherwise.
         looks_at: called with the run's prompts, before any model is loaded.
-        exports: called on a thread with the step and the folder of each checkpoint that is on disk,
-            and a function that writes the model of that step.
+        exports: called on a thread with the step and folder of each checkpoint on disk, and a
+            function that writes that step's model.
         in_files: whether loaded models stay in their files (:mod:`stretto.models.mapped`).
     """
 
@@ -86,7 +86,7 @@ def starts_adapted(config: ModelConfig, actor: nn.Module | None) -> bool:
 
 
 def prepare_torch(seed: int, threads: int) -> None:
-    """Set memory, threads (0 leaves torch's choice) and the seed, from which models are drawn."""
+    """Set the allocator, threads (0: torch's default) and the seed of newly initialized weights."""
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
@@ -95,10 +95,7 @@ def prepare_torch(seed: int, threads: int) -> None:
 
 @contextmanager
 def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
-    """Have torch draw from a generator seeded by a name, whatever was drawn before.
-
-    Models may then be loaded in any order, and in any process.
-    """
+    """Seed torch's generator by a name, so that models can be loaded in any order and process."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1)
@@ -108,9 +105,9 @@ def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
 def make_actor(
     config: ModelConfig, overrides: Overrides, say: Say, *, merged: bool = True
 ) -> nn.Module:
-    """Return the actor: the caller's override, or as the settings name it.
+    """Return the caller's actor, or load the one in the settings.
 
-    A PEFT adapter that they name is merged in, or left to :func:`with_adapters`.
+    Its PEFT adapter is merged, or left to :func:`with_adapters` if ``merged`` is false.
     """
     if overrides.actor is None:
         return load_actor(config, say, in_files=overrides.in_files, merged=merged)
@@ -126,11 +123,9 @@ def make_actor(
 def made_ready(
     model: nn.Module, device: Device, what: str = "the model", *, trained: bool = False
 ) -> nn.Module:
-    """Make a caller's model like one that is loaded here.
-
-    It is then on the device, in evaluation mode, with no dropout, and with the attention for short
-    sequences. Raises ModelError if the weights of ``what`` are not finite, or of a type that is not
-    trained.
+    """Prepare a caller's model like a loaded one: on the device, in evaluation mode, without
+    dropout, with the attention for short sequences. Raises ModelError if the weights are not
+    finite, or ``trained`` and of a type that cannot be trained. ``what`` names it in messages.
     """
     require_finite(model, what)
     if trained:
@@ -164,7 +159,7 @@ def _loaded(
     with working(say, f"loading {path}"):
         model = load(path, dtype, device, trust, in_files=in_files)
     if in_files:
-        if config.lora_rank:  # adapters are made in the types of the weights beside them
+        if config.lora_rank:  # adapters take the dtype of the base weights
             mapped.convert(model)
         if held := mapped.held_bytes(model):
             say(
@@ -196,7 +191,7 @@ def load_draft(
 def check_draft(
     config: ModelConfig, name: str, tokenizer: PreTrainedTokenizerBase, say: Say
 ) -> None:
-    """Raise ConfigError if the model that proposes tokens has others than the actor."""
+    """Raise ConfigError if the draft model's tokenizer differs from the actor's."""
     own = load_tokenizer(resolve(name, say), config.trust_remote_code, say)
     if not same_tokenizer(own, tokenizer):
         raise ConfigError(
@@ -216,7 +211,7 @@ def make_critic(
     overrides: Overrides,
     say: Say,
 ) -> nn.Module:
-    """Make the value model; ``init`` is ``critic.init``."""
+    """Build the value model. ``init`` is ``critic.init``."""
     if overrides.critic is not None:
         return made_ready(overrides.critic, config.device, "the critic", trained=True)
     if init == "actor":
@@ -244,10 +239,10 @@ def with_adapters(
     kind: Literal["CAUSAL_LM", "SEQ_CLS"],
     stack: ExitStack | None,
 ) -> nn.Module:
-    """Put a model that is trained into LoRA adapters, where the settings ask for them.
+    """Add LoRA adapters to a trained model, if the settings request them.
 
-    An actor that the settings name goes on with the PEFT adapter that they name. A caller's model
-    is plain again at the end of ``stack``, with the adapters merged in.
+    An actor that the settings name continues with its PEFT adapter. A caller's model becomes plain
+    at the end of ``stack``, when the adapters are merged.
     """
     if not config.lora_rank:
         return model

@@ -1,6 +1,6 @@
-"""The parts of a run, which a runtime places: prompts, models, and the warm-up of the actor.
+"""Builds the parts of a run that a runtime places: prompts, models and the actor's warm-up.
 
-Checks of settings and data come before models, which are slow to load.
+Settings and data are checked before models, because models are slow to load.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from stretto.types import FinishReason, Prompt, Response
 ANSWERS_FROM = "the verifier compares with the column"
 
 FIRST = 8
-"""Prompts that are looked at before the run."""
+"""How many prompts are checked before the run."""
 
 
 @dataclass(frozen=True)
 class PolicyModels:
-    """The actor, the models made from it, and the tokens that end a response."""
+    """The actor, the models derived from it, and the tokens that end a response."""
 
     actor: nn.Module
     critic: nn.Module | None
@@ -73,8 +73,8 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
 def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
     """Render all rows of a run, and return its first prompts.
 
-    Logs rows that are left out, control tokens in texts, and arguments that the chat template never
-    reads. Raises TaskError if the chat template was applied to all prompts already.
+    Logs skipped rows, control tokens in texts, and template arguments that the chat template never
+    reads. Raises TaskError if the chat template was already applied to all prompts.
     """
     task, encoder = prompts.task, prompts.encoder
     refuse_templated(map(task.row, task.indices), encoder)
@@ -106,10 +106,10 @@ def trained_models(
     say: Say,
     overrides: Overrides,
 ) -> PolicyModels:
-    """Make actor, critic and reference, as training starts; ``rewards`` are those in this process.
+    """Make the initial actor, critic and reference. ``rewards`` are those in this process.
 
-    A resumed run starts from the outcome of the warm-up, too: it is the reference, and under LoRA
-    the frozen weights, and checkpoints hold only what changes afterwards.
+    A resumed run also starts from the warmed-up model, because that is the reference and, with
+    LoRA, the frozen weights. Checkpoints contain only later changes.
     """
     m, tokenizer = config.model, prompts.tokenizer
     base = models.make_actor(m, overrides, say, merged=False)
@@ -130,7 +130,7 @@ def trained_models(
         critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
         own = stack if overrides.critic is not None else None
         critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", own)
-    for name, parameter in base.named_parameters():  # a critic's adapters on them froze them
+    for name, parameter in base.named_parameters():  # the critic's adapters froze them
         parameter.requires_grad_(name in trained)
     own = stack if overrides.actor is not None else None
     actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", own)
@@ -141,7 +141,7 @@ def trained_models(
             reference.requires_grad_(False)
         elif adapted:
             reference = starting_policy(actor)
-        else:  # under LoRA the actor is its own reference, without its adapters
+        else:  # with LoRA the actor without its adapters is the reference
             reference = actor if m.lora_rank else models.frozen_copy(base)
     for name, model in (("critic", critic), ("reference", reference)):
         if model is not None:
@@ -176,19 +176,19 @@ def _check_cuts(
 def warmed_up(
     model: nn.Module, config: Config, prompts: PromptSource, overrides: Overrides, say: Say
 ) -> None:
-    """Train the model on the task's own answers, where the settings ask for it.
+    """Fine-tune the model on the task's own answers, if the settings request it.
 
-    The overrides may name a file that keeps the outcome, which is then taken from there. Raises
-    TaskError if the task has no answers of its own, ConfigError if the file holds another warm-up,
-    StateError if it is damaged, StorageError if it cannot be written.
+    ``overrides.warmup`` may name a file with the result, to be loaded instead. Raises TaskError if
+    the task has no answers, ConfigError if the file has another warm-up, StateError if the file is
+    damaged, and StorageError if it cannot be written.
     """
     number, file = config.warmup_examples, overrides.warmup
     if not number:
         return
     key = ""
     if file:
-        # Neither threads nor devices, nor versions of libraries, which change but the rounding: all
-        # processes of a run take the same file, and so does a run that is resumed.
+        # Threads, devices and library versions are left out, because they only change the rounding.
+        # All processes of a run use the same file, also after a resume.
         depends_on = {
             "model": fingerprint(model.named_parameters()),
             "rows": dict(prompts.task.identity),
@@ -212,10 +212,10 @@ def warmed_up(
 
 
 def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:
-    """Return the task's own demonstrations, or answers, as finished responses: one a turn.
+    """Return the task's demonstrations or answers as finished responses, one per turn.
 
-    Their rows start at the end of the first epoch's order, with those that RL reaches last, and
-    repeat where there are too few. Raises TaskError if the task has neither.
+    Rows are taken from the end of the first epoch's order, because RL reaches them last, and repeat
+    if there are too few. Raises TaskError if the task has neither.
     """
     tokenizer = prompts.tokenizer
     encoder, examples = prompts.encoder, list[Response]()

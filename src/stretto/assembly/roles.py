@@ -1,4 +1,4 @@
-"""Engines, scorers and the learner, as the settings ask for them."""
+"""Builds engines, scorers and the learner from the settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from stretto.training.sharded import Grid
 
 MEMORY_SHARE = 0.15
-"""Share of the free memory that the keys and values of one scorer may take."""
+"""Share of the free memory for the KV cache of one scorer."""
 
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
@@ -62,11 +62,11 @@ _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 def check_engine(
     able: Capabilities, knobs: Knobs, rollout: RolloutConfig, algorithm: AlgorithmConfig
 ) -> None:
-    """Raise ConfigError if the schedule or the algorithm asks more of an engine than it can do."""
+    """Raise ConfigError if the schedule or the algorithm needs more than the engine can do."""
     early = [name for name in ("score_on", "overcommit") if knobs.on(name)]
     early += ["migrate"] if knobs.migrates(rollout.engines) else []
     if knobs.score_on == "rollout":
-        early.remove("score_on")  # whole responses are enough for that
+        early.remove("score_on")  # needs only complete responses
     if early and not able.interruptible:
         raise ConfigError(
             f"schedule.{early[0]} stops decoding in the midst of responses, which the engine "
@@ -85,7 +85,7 @@ def check_engine(
 def load_reward(
     source: RewardSource, config: ModelConfig, overrides: Overrides, say: Say
 ) -> Reward | None:
-    """Return a reward model and its tokenizer, frozen; ``None`` for a source that is no model."""
+    """Return a frozen reward model and its tokenizer, ``None`` if the source is not a model."""
     if own := overrides.reward_models.get(source.name):
         made_ready(own[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
         return own
@@ -95,7 +95,7 @@ def load_reward(
 
 
 class RoleFactory:
-    """Makes the roles of a run, as its settings ask; what a user should know of them is printed."""
+    """Builds the roles of a run from its settings, and prints notes on them for the user."""
 
     def __init__(self, config: Config, say: Say) -> None:
         self.config, self._say = config, say
@@ -118,16 +118,18 @@ class RoleFactory:
         overridden: bool = False,
         threads: int = 0,
     ) -> Engine:
-        """Make the engine that the settings name, with the actor's weights.
+        """Build the engine in the settings, with the actor's weights.
 
         Args:
-            actor: on the CPU, for an engine with weights of its own.
-            rows: most rollouts decoded at a time.
-            end_tokens: that end a response; without them the model's and the tokenizer's do.
-            channel: brings new weights, if any. An engine with weights of its own has none before
-                the first :meth:`~stretto.rollout.base.Engine.load`; without a channel, the actor's.
-            overridden: the actor is an object of the caller's, not what the settings name.
-            threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
+            actor: on the CPU, for an engine that keeps its own weights.
+            rows: maximum number of rollouts decoded at a time.
+            end_tokens: end a response. By default those of the model and the tokenizer.
+            channel: delivers new weights. With a channel, an engine that keeps its own weights has
+                none
+                until the first :meth:`~stretto.rollout.base.Engine.load`. Otherwise it gets the
+                    actor's.
+            overridden: whether the actor is the caller's object instead of the one in the settings.
+            threads: CPU threads, for engines that manage their own; 0 is the engine's default.
         """
         config, r = self.config, self.config.rollout
         kind = engine_of(r)
@@ -135,14 +137,14 @@ class RoleFactory:
         device = pick_device(config.model.device)
         moves = config.schedule.knobs.migrates(r.engines)
         lags = config.schedule.knobs.lag
-        # An evaluation comes between a weight sync and the round.
+        # An evaluation runs between a weight sync and the round.
         synced = channel is not None and not (lags or moves or config.observe.eval_every)
         first = SharedChannel() if kind.own_weights and channel is None else None
         draft = None
         if r.speculative_model and not kind.own_weights:
             draft = load_draft(config.model, r.speculative_model, tokenizer, silent)
         if config.model.use_liger_kernel and not kind.own_weights:
-            backend_of(device).use_liger_kernel(actor)  # again, where it is the learner's module
+            backend_of(device).use_liger_kernel(actor)  # repeated if it is the learner's
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
             plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
             if kind.own_weights:
@@ -180,7 +182,7 @@ class RoleFactory:
         return engine
 
     def scorer_slots(self, model: nn.Module) -> int:
-        """Return how many rollouts a scorer can follow in its memory share; 0 without streaming."""
+        """Return how many rollouts fit in a scorer's share of memory, 0 without streaming."""
         config = self.config
         if not config.schedule.knobs.streams:
             return 0
@@ -188,10 +190,10 @@ class RoleFactory:
         budget = int(MEMORY_SHARE * backend_of(device).free_bytes())
         try:
             fit = slots_within(model, config.longest, budget)
-        except (EngineError, ModelError):  # the scorer will say so
+        except (EngineError, ModelError):  # the scorer will raise it
             return config.most_in_flight
         slices, _ = slices_of(model)
-        if slices:  # what is free differs from rank to rank, and all must read the same rollouts
+        if slices:  # free memory differs by rank, and all ranks must read the same rollouts
             fit = slices.least(fit, device)
         if not fit:
             self._say(
@@ -210,11 +212,11 @@ class RoleFactory:
         *,
         environment: bool = False,
     ) -> CodeScorer:
-        """Open a reward source that is code. A function that is named has a process of its own.
+        """Open a reward source that is code. Functions given by name run in their own process.
 
-        ``columns`` are those of the prompts' dataset; ``environment`` is whether something that
-        answers turns can score, too. Raises ConfigError if the function cannot be
-        found or used, TaskError if the task has no verifier.
+        ``columns`` are the dataset's. ``environment``: whether an environment can score, too.
+        Raises ConfigError if the function is missing or unusable, TaskError if the task has no
+        verifier.
         """
         config, given = self.config, functions.get(source.name)
         if source.kind == "scorer" or isinstance(given, StreamingReward):
@@ -257,9 +259,10 @@ class RoleFactory:
         slots: int = 0,
         ends: frozenset[int] = frozenset(),
     ) -> RewardModelScorer:
-        """Make the scorer of a reward source that is a model; ModelError if it has no scalar head.
+        """Build the scorer of a reward model. Raises ModelError if it has no scalar head.
 
-        It follows ``slots`` rollouts while they are decoded; ``ends`` end responses that are given.
+        It streams up to ``slots`` rollouts during decoding. ``ends`` end responses that are passed
+        in.
         """
         stop = self.config.rollout.stop
         return RewardModelScorer(
@@ -277,7 +280,7 @@ class RoleFactory:
     def reward_models(
         self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
     ) -> list[list[RewardModelScorer]]:
-        """Make the scorers of the reward models for each replica. Replicas share the models."""
+        """Build the reward models' scorers for each replica. Replicas share the models."""
         engines = self.config.rollout.engines
         count = engines if self.config.schedule.knobs.hosts_scorers(engines) else 1
         replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
@@ -292,7 +295,7 @@ class RoleFactory:
     def critic_rewards(
         self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
     ) -> list[RewardModelScorer]:
-        """Return the reward model that the critic starts from; none where it starts otherwise."""
+        """Return the reward model that initializes the critic, if any."""
         config = self.config
         if config.critic.init != "reward" or not config.algorithm.definition.critic:
             return []
@@ -304,11 +307,10 @@ class RoleFactory:
     def check_rewards(
         self, rewards: Iterable[RewardModelScorer], prompts: Sequence[Prompt]
     ) -> None:
-        """Raise ConfigError or ModelError for a reward model with too few positions for what it
-        scores.
+        """Raise ConfigError or ModelError for a reward model with too few positions.
 
-        A model with a tokenizer of its own may make more tokens of a response than the actor. How
-        many is not known beforehand; a response that then does not fit is a failure of its own.
+        With its own tokenizer, a model may split a response into more tokens than the actor, and
+        how many is unknown beforehand. A response that then does not fit fails by itself.
         """
         for reward in rewards:
             if reward.same_tokenizer:
@@ -323,7 +325,7 @@ class RoleFactory:
         critic: nn.Module | None,
         channel: WeightChannel | None,
     ) -> list[ModelScorer]:
-        """Make the scorers of reference and critic. A channel brings weights for the critic."""
+        """Build the scorers of reference and critic. The channel delivers weights to the critic."""
         budget, say, scorers = self._budget, self._say, list[ModelScorer]()
         if reference is not None:
             slots, temperature = self.scorer_slots(reference), self.config.rollout.temperature
@@ -345,13 +347,14 @@ class RoleFactory:
         lends: bool = False,
         grid: Grid | None = None,
     ) -> tuple[PolicyLearner, Ranks | None]:
-        """Make the learner, and the ranks that train for it, where there are any.
+        """Build the learner and its ranks, if it has any.
 
         Args:
-            snapshots: models of which the channel takes copies to the roles that follow.
-            threads: CPU threads of training, for the ranks together.
-            lends: roles that follow read shards themselves, not copies.
-            grid: the ranks that hold shards of the models, this process among them, if any do.
+            snapshots: models that the channel copies to the roles that follow them.
+            channel: receives the weights.
+            threads: CPU threads of training, shared by all ranks.
+            lends: whether roles that follow read shards themselves instead of copies.
+            grid: the ranks that hold shards of the models, including this process, if any.
         """
         config = self.config
         t = config.training
@@ -373,7 +376,7 @@ class RoleFactory:
         second: Trained | None
         backprop: Backprop
         if config.pipeline.ranks and critic is not None and grid is None:
-            # Imported here, as planning brings a compiler that nothing else needs.
+            # Imported here, because planning loads a compiler that nothing else needs.
             from stretto.training import pipelined
 
             staged = pipelined.start(actor, critic, config, rates, threads)
