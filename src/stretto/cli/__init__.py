@@ -1,1 +1,1 @@
-"""The ``stretto`` command: one file a subcommand."""
+"""The ``stretto`` command, with one file per subcommand."""

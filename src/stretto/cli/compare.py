@@ -1,8 +1,7 @@
-"""``stretto compare``: the same training under several schedules, side by side; ``report``: runs as
-a page to explore, or a step of theirs as a picture; ``watch``: the page of runs that go on.
+"""``stretto compare`` (the same training under several schedules), ``report`` and ``watch``.
 
-Each run of a comparison is a ``stretto train`` in a process of its own. Runs go seed by seed, with
-the variants in turn within a seed, so that whatever drifts on the machine hits all of them alike.
+Each run of a comparison is a ``stretto train`` in its own process. Runs go seed by seed, with all
+variants of a seed in turn, so that drift of the machine affects all variants alike.
 """
 
 from __future__ import annotations
@@ -60,15 +59,15 @@ VARIANTS_HELP = (
 @dataclass
 class Options:
     """Train with several schedules, on the same recipe, seeds and data order, and compare them in
-    one table. Settings come from the recipe and from options, which come after it, and hold for all
-    runs; a variant replaces the recipe's schedule.preset and its five knobs. The runs, with their
-    trained models, and the table go into a new folder in --out. With --sim and no recipe: the same
-    in virtual time ('stretto compare --sim CLUSTER.toml --help').
+    one table. Settings come from the recipe and from options after it, and apply to all runs. Each
+    variant replaces the recipe's schedule.preset and its five knobs. The runs, with their trained
+    models, and the table go into a new folder in --out. With --sim and no recipe: the same in
+    virtual time ('stretto compare --sim CLUSTER.toml --help').
 
     Attributes:
         seeds: Seeds, separated by commas.
-        target: Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way
-            from sync's first to its last.
+        target: Reward to reach, smoothed over 10 steps. Default: 95 % of the way from sync's first
+            reward to its last.
     """
 
     recipe: Recipe = tyro.MISSING
@@ -78,7 +77,7 @@ class Options:
 
 
 def run_compare(arguments: Sequence[str]) -> int:
-    """Compare, print the table and write it; status 1 when a run failed."""
+    """Compare, print the table and write it. Returns status 1 if a run failed."""
     if value_of("--sim", arguments) is not None:
         if recipe := leading_recipe(arguments):
             raise ConfigError(
@@ -93,11 +92,11 @@ def run_compare(arguments: Sequence[str]) -> int:
     with working(on_stderr, CHECKING):
         check_run(config)
     jobs = plan(own.variants, own.seeds)
-    for job in jobs:  # what is wrong with any of them is said before the first one starts
+    for job in jobs:  # report faults of any job before the first one starts
         config_of_job(config, job, "")
 
     with working(on_stderr, LOADING):
-        config = settled(config, print)  # once, as runs that decide for themselves may differ
+        config = settled(config, print)  # once, because runs that decide separately may differ
     folder = new_folder(config.out, f"{recipes.name_of(own.recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
@@ -114,17 +113,17 @@ def run_compare(arguments: Sequence[str]) -> int:
 @takes(Options, "variants", "target")
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """Compare schedules in virtual time: no model is loaded, and no accelerator needed.
+    """Compare schedules in virtual time. This loads no model and needs no accelerator.
 
     Attributes:
-        sim: A cluster's description, a .toml file; or the folder of a run, whose costs, response
-            lengths and placement are then taken.
-        placement: With a run's folder: a recipe, or a .toml file, whose runtime, [cluster] and
-            rollout.engines take the place of the run's.
-        seeds: Seeds of lengths and rewards, separated by commas; without them: 0,1,2, and for a
-            run's folder its own seed, as its lengths are what they were.
-        steps: Batches to train on; 0 leaves it to the description.
-        out: Folder in which the comparison gets a folder of its own.
+        sim: A cluster's description (a .toml file), or the folder of a run, whose costs, response
+            lengths and placement are used.
+        placement: With a run's folder: a recipe or a .toml file whose runtime, [cluster] and
+            rollout.engines replace those of the run.
+        seeds: Seeds of lengths and rewards, separated by commas. Default: 0,1,2, or for a run's
+            folder its own seed, because its lengths are fixed.
+        steps: Batches to train on. 0 uses the description's number.
+        out: Folder in which the comparison gets its own folder.
     """
 
     sim: str
@@ -137,7 +136,6 @@ class SimOptions:
 
 
 def _run_simulated(arguments: Sequence[str]) -> int:
-    """Compare in virtual time, print the table and write it."""
     from stretto.api import simulated
 
     options = SimOptions(**arguments_of(SimOptions, "compare", arguments))
@@ -157,7 +155,7 @@ def _run_simulated(arguments: Sequence[str]) -> int:
     else:
         simulation = simulated.described(sim)
         jobs = plan(options.variants, options.seeds or DEFAULT_SEEDS)
-    # What is wrong with any of them is said before the first one starts.
+    # Report faults of any job before the first one starts.
     clusters = {job: simulation.asked(job, options.steps) for job in jobs}
     collected = collect(
         jobs,
@@ -171,7 +169,7 @@ def _run_simulated(arguments: Sequence[str]) -> int:
 
 
 def plan(variants: str, seeds: str) -> list[Job]:
-    """Return the runs in their order, of variants' names and seeds with commas between."""
+    """Return the runs in order, from comma-separated variants and seeds."""
     names, numbers = ([word.strip() for word in text.split(",")] for text in (variants, seeds))
     for name in names:
         if name not in VARIANTS:
@@ -191,7 +189,7 @@ def plan(variants: str, seeds: str) -> list[Job]:
 
 @dataclass(slots=True)
 class Collected:
-    """Outcomes of the runs that took all their steps, and the jobs of those that did not."""
+    """Outcomes of the complete runs, and the jobs of failed ones."""
 
     outcomes: list[VariantResult] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
@@ -205,11 +203,12 @@ def collect(
     *,
     simulated: bool = False,
 ) -> Collected:
-    """Do the runs of so many steps one after the other, up to the last one or to Ctrl-C.
+    """Execute the jobs one after the other, until the last one or Ctrl-C.
 
     Args:
-        execute: does a run and tells of its steps; returns a message about one that failed.
-        simulated: whether their seconds are of virtual time.
+        execute: runs a job and reports its steps. Returns a message if the job failed.
+        steps: steps of each run.
+        simulated: whether the outcomes' seconds are virtual time.
     """
     collected, display = Collected(), make_progress("auto")
     for number, job in enumerate(jobs, 1):
@@ -235,7 +234,7 @@ def collect(
 
 
 def new_folder(out: str, name: str) -> Path:
-    """Make ``<out>/<name>-<NNN>`` with the number after the highest there is."""
+    """Create ``<out>/<name>-<NNN>`` with a number above the highest there."""
     root = Path(out)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -253,7 +252,7 @@ def publish(
     arguments: Sequence[str],
     where: str,
 ) -> None:
-    """Print the table, and write it with all that belongs to it."""
+    """Print the table, and write it with its data and notes."""
     if not collected.outcomes:
         print("no run has finished, so there is nothing to compare")
         return
@@ -288,20 +287,19 @@ def command_report(
     step: NonNegativeInt = 0,
     timeline: str = "",
 ) -> None:
-    """Make one HTML page of one run or several: curves, timelines, utilisation, samples, settings;
-    win-rate against KL, and what became of rewards with the off-policyness N. Of up to six runs the
-    page, and a table here, also show each phase of a step as measured and as the simulator predicts
-    it from the run's own records.
+    """Make one HTML page of one run or several: curves, timelines, utilisation, samples, settings,
+    win-rate against KL, and the effect of off-policyness N on rewards. For up to six runs the page,
+    and a table printed here, also compare each phase of a step as measured and as the simulator
+    predicts it from the run's own records.
 
-    The page holds all it needs and opens without a network. Runs that are still going can be
-    reported too.
+    The page is self-contained and opens without a network. Runs can be reported while they train.
 
     Args:
-        runs: Run directories; the first is what the others are compared with.
-        out: File for the page. Without it: report.html, unless --timeline asks for a picture alone.
-        step: Step whose timeline is shown; without it, one from the middle.
-        timeline: File for an SVG picture of the step, the runs one below the other over the same
-            time axis.
+        runs: Run directories. The others are compared with the first.
+        out: File for the page. Default: report.html, unless only --timeline is given.
+        step: Step whose timeline is shown. Default: one from the middle.
+        timeline: File for an SVG picture of the step, with the runs below each other on one time
+            axis.
     """
     with working(on_stderr, "reading the runs"):
         loaded = reports.load(runs)
@@ -321,12 +319,12 @@ def command_watch(
     /,
     port: Port = 0,
 ) -> None:
-    """Show one run or several as they go on: serve the page of ``stretto report`` to this machine,
-    on the loopback. Its curves and samples are kept up to date until Ctrl-C.
+    """Serve the page of ``stretto report`` for running or finished runs on the loopback interface.
+    Curves and samples are updated until Ctrl-C.
 
     Args:
-        runs: Run directories, at most six. A run may have ended.
-        port: Port to listen on; without it, a free one.
+        runs: Run directories, up to six.
+        port: Port to listen on. Default: a free one.
     """
     for run in runs:
         if not Path(run).is_dir():

@@ -1,4 +1,4 @@
-"""``stretto completion``: a script by which a shell completes commands, options and recipes."""
+"""``stretto completion``: prints shell scripts that complete commands, options and recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VALUES: Mapping[str, Collection[str]] = {
     "--gpu": GPUS,
     **dict.fromkeys(("--model-shape", "--reward-shape"), PUBLIC),
 }
-"""Choices of options whose help names no list of them."""
+"""Choices of options whose help does not list them."""
 
 _BASH = """\
 _stretto() {{
@@ -120,19 +120,19 @@ def _positionals(name: str) -> Collection[str]:
 
 @cache
 def options(name: str) -> Mapping[str, Collection[str]]:
-    """Return the options of a command and their choices, if it has a list of them, by its help."""
-    # All options are in the help, whichever way a command reads them.
+    """Return the options in a command's help, with their choices if it lists them."""
+    # The help lists all options, however the command reads them.
     try:
         text = _help(name, "--help-all")
-    except ConfigError:  # it has no settings
+    except ConfigError:  # the command has no settings
         text = _help(name, "--help")
     lines = re.findall(r"^\W*?(-h, --help|--[a-z].*)", text, flags=re.MULTILINE)
-    names = " ".join(line.partition("  ")[0] for line in lines)  # its text is two blanks away
+    names = " ".join(line.partition("  ")[0] for line in lines)  # text follows two blanks
     known = re.findall(r"(?<![\w-])--[a-z][\w.-]+", names)
     unframed = " ".join(re.split(r"[\s│]+", text))
     listed = re.findall(r"(--[a-z][\w.-]+) \[?\{([a-z][^{}A-Z]*)\}", unframed)
     values = {**_VALUES, **{option: re.split(r",\s*", choices) for option, choices in listed}}
-    # A flag, such as --gpu of doctor, has no value.
+    # A flag, for example --gpu of doctor, has no value.
     return {o: values.get(o, ()) if o.replace("--", "--no-", 1) not in known else () for o in known}
 
 

@@ -1,6 +1,6 @@
-"""Contracts of engines and scorers, checked on a device with a small random model.
+"""Contracts of engines and scorers that a device could break, checked with a small random model.
 
-The suite in tests/contracts has all of them; these are the ones that a device could break.
+tests/contracts has the full set.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from stretto.types import (
 from stretto.weights.channel import SharedChannel
 
 EXACT = 1e-3
-"""Largest difference of log-probabilities and values in float32, in nats where they are some."""
+"""Tolerance of log-probabilities (nats) and values in float32."""
 ROUNDED = 0.2
-"""Largest root mean square difference in bfloat16, in nats; as the probe's after a weight sync."""
+"""Tolerance of the RMS difference in bfloat16, in nats; the same as for the weight-sync probe."""
 
 SMALL: Mapping[str, Any] = {
     "vocab_size": 640,
@@ -49,18 +49,18 @@ SMALL: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-"""A shape that any device holds."""
+"""A shape that fits on any device."""
 
 _SMALL: Mapping[str, Any] = {
     **SMALL,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.2,  # so that the tokens of a response depend on one another
+    "initializer_range": 0.2,  # makes the tokens of a response depend on each other
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """A contract: ``check`` says what it has found on a device, or raises EngineError."""
+    """A contract. ``check`` returns its result on a device, or raises EngineError."""
 
     name: str
     check: Callable[[torch.device], str]
@@ -69,7 +69,7 @@ class Contract:
 def random_model(
     shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Return a Qwen2 of a shape with random weights, the same each time, as the engine takes it."""
+    """Return a Qwen2 with fixed random weights, prepared for the engine."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     gpus = [device] if device.type == "cuda" else []
@@ -87,7 +87,7 @@ def random_model(
 
 
 def random_rollouts(count: int, vocabulary: int, longest: int, shortest: int = 1) -> list[Rollout]:
-    """Return rollouts without a response, of prompts of random lengths."""
+    """Return rollouts of random prompts, without responses."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(shortest, longest + 1, count)
     prompts = [rng.integers(vocabulary, size=n).tolist() for n in lengths]
@@ -177,7 +177,7 @@ def _turns(device: torch.device) -> str:
 
 
 def _episodes(model: nn.Module, how: Hold) -> list[Rollout]:
-    """Decode episodes, each turn of which is answered by two tokens."""
+    """Decode episodes, with an observation of two tokens after each turn."""
     engine = _engine(model, ends=range(0, _SMALL["vocab_size"], 8))
     made = random_rollouts(8, _SMALL["vocab_size"], 40)
     for r in made:
@@ -261,7 +261,7 @@ def _scorers(device: torch.device) -> str:
 
 
 def _streamed_gap(make: Callable[[int], ModelScorer], made: Sequence[Rollout]) -> float:
-    """Return the largest difference between scores of responses told whole and in chunks."""
+    """Return the largest difference between scores of complete and of streamed responses."""
     found = []
     for slots in (0, len(made)):
         scorer = make(slots)
@@ -292,10 +292,10 @@ CONTRACTS = (
 
 
 def checked(device: torch.device) -> Iterator[tuple[str, bool, str]]:
-    """Yield each contract's name, whether the device keeps it, and what was found."""
+    """Yield each contract's name, whether the device keeps it, and the result."""
     for contract in CONTRACTS:
         try:
             yield contract.name, True, contract.check(device)
         except Exception as error:
-            # Whatever a driver or a kernel raises is a finding.
+            # Any error of a driver or kernel counts.
             yield contract.name, False, f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""``stretto doctor``: what this machine has, what is installed, and what would not work and why."""
+"""``stretto doctor``: reports hardware, installed packages, and what would not work and why."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _EXTRAS = {
     "lm-eval": "eval --lm-eval",
     "plots": "pictures of pipeline schedules as PNG",
 }
-"""What each extra is for."""
+"""Features that need each extra."""
 _MARKS = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
 
 
 class Finding(NamedTuple):
-    """One line of the report: a 'note' limits what can be done, 'broken' leaves nothing."""
+    """One line of the report. A 'note' limits the features, 'broken' prevents training."""
 
     state: Literal["ok", "note", "broken"]
     topic: str
@@ -57,9 +57,9 @@ def _found(good: bool, topic: str, text: str, note: str) -> Finding:
 
 
 def command(*, gpu: bool = False) -> int:
-    """Say what this machine has, what is installed, and what would not work and why.
+    """Report this machine's hardware and packages, and what would not work and why.
 
-    Exit status 1 when something required is broken.
+    Exit status 1 if something required is broken.
 
     Args:
         gpu: check instead, on the first GPU, that engines and scorers keep their contracts.
@@ -78,7 +78,7 @@ def command(*, gpu: bool = False) -> int:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """Yield whether there is a GPU, and what its engines and scorers do."""
+    """Yield the first GPU, and whether engines and scorers keep their contracts on it."""
     import torch
 
     if not torch.cuda.is_available():
@@ -93,7 +93,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield everything worth knowing, in the order to read it."""
+    """Yield all findings, in reading order."""
     import psutil
 
     python = platform.python_version()
@@ -127,7 +127,7 @@ def _packages() -> Iterator[Finding]:
         try:
             importlib.import_module(name)
         except Exception as error:
-            # Any failure of a foreign package's import is a finding, whatever its type.
+            # Any failure of a package's import counts.
             yield Finding("broken", name, f"does not import: {error}; install it again")
 
 
@@ -186,7 +186,7 @@ def _models() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for extra in extras():
         if extra == "vllm" and is_installed(extra):
-            continue  # its build for CPUs is a package of another name
+            continue  # its build for CPUs has another name
         wanted = requirements(extra)
         packages = [_package(requirement, "note") for requirement in wanted]
         if faults := [package for package in packages if package.state != "ok"]:

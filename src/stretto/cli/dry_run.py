@@ -1,4 +1,4 @@
-"""``--dry-run``: what a run would take, without loading anything of it."""
+"""``--dry-run``: describes a run without loading models or data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(config: Config) -> str:
-    """The plan of a reinforcement learning run; raises what ``check_run`` does."""
+    """Describe a reinforcement learning run. Raises the errors of ``check_run``."""
     from stretto.observe.progress import headline
     from stretto.planner.fitting import format_plan, plan_for
 
@@ -49,7 +49,7 @@ def describe_run(config: Config) -> str:
 
 
 def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
-    """The plan of supervised training; raises what ``check_supervised`` does."""
+    """Describe supervised training. Raises the errors of ``check_supervised``."""
     from stretto.planner.fitting import format_plan, plan_for
 
     check_supervised(config, ask_hub=False)

@@ -1,4 +1,4 @@
-"""``stretto generate`` and ``chat``: a model answers prompts, or talks."""
+"""``stretto generate`` and ``chat``: let a model answer prompts, or talk to it."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def command_generate(
     max_turns: PositiveInt = 8,
     **options: Any,
 ) -> None:
-    """Let a model answer prompts: those given, of a file, or the lines of standard input.
+    """Let a model answer prompts from arguments, a file, or the lines of standard input.
 
     Args:
         prompt: A prompt; may be repeated.
         model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
         prompts: File with prompts: the lines of a .txt file, or the rows of a file that training
-            reads, such as .jsonl or .parquet.
+            reads, for example .jsonl or .parquet.
         prompt_column: Column of that file's rows with the prompt: text, or a list of chat messages.
-        out: Write answers to this file, as JSON Lines, and not to standard output.
-        json: Print a JSON object for each answer, a line each: prompt, response, finish_reason
-            ('stop' or 'length'), tokens, and the numbers of prompt and sample.
+        out: Write answers to this file as JSON Lines, instead of to standard output.
+        json: Print a JSON object per answer, one a line: prompt, response, finish_reason ('stop' or
+            'length'), tokens, and the numbers of prompt and sample.
         samples: Answers to each prompt.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
-            type hints and a docstring; may be repeated. Or one environment. An answer is then an
-            episode: its turns, calls and results are printed.
-        max_turns: Turns of an episode, at most.
+            type hints and a docstring; may be repeated. Or one environment. Each answer is then an
+            episode, whose turns, calls and results are printed.
+        max_turns: Limit of turns in an episode.
     """
     if out and prompts and Path(out).resolve() == Path(prompts).resolve():
         raise ConfigError(f"--out would overwrite --prompts, '{prompts}'", "cannot-write")
@@ -139,7 +139,7 @@ def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
 
 
 def _write(lines: Iterable[str], out: str) -> None:
-    """A file keeps its former content until there is a first line."""
+    """Write lines as they come. An existing file keeps its content until the first one."""
     try:
         file = Path(out).open("a", encoding="utf-8") if out else nullcontext(sys.stdout)  # noqa: SIM115
     except OSError as error:
@@ -157,7 +157,7 @@ CHAT_HELP = "/exit leaves, /clear begins anew, /system TEXT sets the system mess
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that cannot be there, before torch is loaded."""
+    """Raise an error for a model that cannot exist, before torch is loaded."""
     if not (is_known(name) or Path(name).expanduser().is_dir()):
         resolve(name, silent)
 
@@ -174,22 +174,25 @@ def command_chat(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     **options: Any,
 ) -> None:
-    """Talk to a model, whose answers appear as they come. /exit or Ctrl-D leaves, /clear begins
-    anew, /system TEXT sets the system message, and Ctrl-C stops an answer. The model's chat
-    template is applied; a model without one goes on with the text so far. Without a terminal, each
-    line of standard input is a turn.
+    """Talk to a model. Its answers appear as they are generated. /exit or Ctrl-D leaves, /clear
+    starts again, /system TEXT sets the system message, and Ctrl-C stops an answer. Uses the model's
+    chat template; a model without one continues the text so far. Without a terminal, each line of
+    standard input is a turn.
 
     Args:
-        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder:
-            the policy of its newest checkpoint while it trains, else its trained model.
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
+            Of
+            a run, it takes the policy of the newest checkpoint during training, and the trained
+            model afterwards.
         system: A system message; needs a chat template.
         max_new_tokens: Token limit of an answer.
-        max_model_len: Tokens of the whole conversation. 0: 4096, or what the model has positions
-            for.
+        max_model_len: Token limit of the conversation. 0: 4096, or fewer if the model has fewer
+            positions.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
-            type hints and a docstring; may be repeated. An answer, with its calls and their
-            results, then appears as a whole.
-        dtype: Type to compute in. auto: a run's own; else bfloat16 where the hardware is faster in
+            type hints and a docstring; may be repeated. Answers, with calls and results, then
+                appear
+            only when they are complete.
+        dtype: Type to compute in. auto: a run's own, else bfloat16 if the hardware is faster with
             it, else float32.
     """
     limits = {"batch": 1, "max_new_tokens": max_new_tokens}
@@ -221,7 +224,7 @@ def command_chat(
 def _talk(policy: Policy, talk: Conversation) -> None:
     shown = sys.stdin.isatty()
     if shown:
-        import readline  # noqa: F401  # with which input() edits lines
+        import readline  # noqa: F401  # input() uses it for line editing
 
         of = f", step {policy.step}" if policy.run else ""
         print(f"{policy.name}{of}. {CHAT_HELP}; Ctrl-C stops an answer.")

@@ -1,8 +1,8 @@
-"""``stretto COMMAND ...``: finds the command, and turns errors into a line and an exit status.
+"""``stretto COMMAND ...``: runs a command, and turns errors into a line and an exit status.
 
-Exit status: 0 done, 1 ``doctor`` found something broken or a run of ``compare`` failed, 2 the user
-asked for what cannot be done, 130 Ctrl-C, 143 SIGTERM (128 and the number of the signal),
-which stop a command in the same way. A command's module is imported only when it is used.
+Exit status: 0 done, 1 ``doctor`` found something broken or a run of ``compare`` failed, 2 invalid
+request, 130 Ctrl-C, 143 SIGTERM (128 plus the signal's number), which stops a command in the same
+way. A command's module is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODULES = {
     **dict.fromkeys(("report", "watch"), "compare"),
     "chat": "generate",
 }
-"""Modules of the commands that share one, with functions named after the commands."""
+"""Modules with several commands. Their functions are named after the commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,18 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as stop:
         by = stop.number if isinstance(stop, signals.Terminated) else signal.SIGINT
-        with suppress(OSError):  # as of a terminal that is gone
+        with suppress(OSError):  # the terminal may be gone
             print("stretto: interrupted", file=sys.stderr)
         return 128 + by
     except BrokenPipeError:
-        # The reader has gone (as in `| head`). What is still buffered must not fail at exit.
+        # The reader is gone (for example `| head`). Buffered output must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
 
 
 def dispatch(arguments: list[str]) -> int:
-    """Run the command that the arguments begin with, without turning its errors into a status."""
+    """Run the command that the arguments begin with. Errors are raised."""
     name, *rest = arguments or ["--help"]
     if name == "help" and rest:
         name, *rest = *rest, "--help"
@@ -101,7 +101,7 @@ def dispatch(arguments: list[str]) -> int:
     module = importlib.import_module(f"stretto.cli.{MODULES.get(name, name)}")
     known = (f"run_{name}", f"command_{name}", "run", "command")
     command = next(filter(None, (getattr(module, function, None) for function in known)))
-    if command.__name__.startswith("run"):  # it offers the settings of a run
+    if command.__name__.startswith("run"):  # it offers a run's settings
         return int(command(rest))
     from stretto.cli.parsing import call
 

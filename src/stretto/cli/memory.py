@@ -1,4 +1,4 @@
-"""``stretto memory``: what the four models of PPO take."""
+"""``stretto memory``: plans the memory of PPO's four models."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def command(
         model: A number of parameters (7B, 135M), or a model's name or folder.
         lora_rank: Rank of LoRA adapters for actor and critic; 0 trains all weights.
         lora_targets: Modules that get adapters; 'all-linear' takes all but the head.
-        gpus: Number of GPUs; above 0, each one's memory is planned, phase by phase and on paper.
-        fsdp: Shards of the learner. Where these do not fill the GPUs, roles are apart: a copy of
-            the scorers, and generators on the rest. 0 takes all GPUs for every role.
+        gpus: Number of GPUs. Above 0, estimates the memory of each by phase.
+        fsdp: Shards of the learner. If these do not fill the GPUs, roles get separate ones: a copy
+            of the scorers, and generators on the rest. 0 takes all GPUs for every role.
         tp: GPUs that each layer is split over, in every role.
-        offload: Roles that are not at work keep their states in the host's memory.
+        offload: Idle roles keep their states in the host's memory.
     """
     if not gpus:
         if fsdp or tp != 1 or offload:

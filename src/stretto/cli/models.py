@@ -1,4 +1,4 @@
-"""``stretto eval`` and ``label``: trained models at work."""
+"""``stretto eval`` and ``label``: evaluate models, and label preferences."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ EVAL_SETTINGS = (
     *("rollout.batch", "rollout.max_new_tokens", "rollout.stop", "rollout.slots"),
     "rollout.prefill_tokens",
 )
-"""Settings that an evaluation depends on, besides the model."""
+"""Settings that an evaluation depends on, in addition to the model."""
 
 SAMPLES = 200
-"""Rows to answer, where it is not said how many."""
+"""Default number of rows to answer."""
 
 SAMPLED = ("win_rate_by", "sft", "judge")
-"""Options that ask for measures of sampled responses."""
+"""Options whose metrics need sampled responses."""
 
 
 @takes(evaluate, "model")
@@ -52,27 +52,27 @@ SAMPLED = ("win_rate_by", "sft", "judge")
 @takes(benchmark, lm_eval_limit="limit")
 @dataclass
 class EvalOptions:
-    """Measure a model. Without further options: pass@1, the share of greedy answers that the task's
-    own verifier gives full credit, and the mean score, partial credit included. --win-rate-by,
-    --sft and --judge sample one response to each prompt instead and measure those; --lm-eval runs
-    benchmarks. Asked are the prompts that task.held_out keeps from training, or the rows of a file
-    (--task.name) or a split (--task.split); what of them training asks too is said. The figures of
-    a run's trained model are also added to evaluations.jsonl in its folder, where 'stretto report'
-    finds them. Options come after the recipe.
+    """Measure a model. By default: pass@1, the share of greedy answers with full credit from the
+    task's own verifier, and the mean score, which includes partial credit. --win-rate-by, --sft and
+    --judge instead sample and measure one response per prompt. --lm-eval runs benchmarks. Prompts
+    are those that task.held_out keeps from training, or the rows of a file (--task.name) or a split
+    (--task.split). Overlap with the training prompts is reported. Metrics of a run's trained model
+    are also added to evaluations.jsonl in its folder, for 'stretto report'. Options come after the
+    recipe.
 
     Attributes:
-        samples: Rows to answer. Without it: 200.
-        out: Write the figures and settings to this JSON file.
-        temperature: Of sampled responses; without it: the recipe's. pass@1 is greedy.
+        samples: Rows to answer. Default: 200.
+        out: Write the metrics and settings to this JSON file.
+        temperature: Temperature of sampled responses. Default: the recipe's. pass@1 is greedy.
         win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
             reward model or the run of one), 'file.py:function', or 'task'.
         judge: Win-rate against reference responses by this LLM, which sees each pair in both
             orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.
-        judge_url: OpenAI-compatible endpoint of the judge, such as http://localhost:8000/v1.
-            Without it: OPENAI_BASE_URL, else OpenAI's.
-        judge_concurrency: Questions to the judge at a time. Without it: 8.
-        judge_timeout: Seconds for one question to the judge, retries included. Without it: 120.
-        lm_eval: Benchmarks of lm-evaluation-harness, with commas between: arc_challenge, arc_easy,
+        judge_url: OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1.
+            Default: OPENAI_BASE_URL, else OpenAI's.
+        judge_concurrency: Questions to the judge at a time. Default: 8.
+        judge_timeout: Seconds for one question to the judge, retries included. Default: 120.
+        lm_eval: Benchmarks of lm-evaluation-harness, separated by commas: arc_challenge, arc_easy,
             hellaswag, truthfulqa_mc2 (0-shot), gsm8k (5-shot), any other that it knows, or a .yaml
             file that defines one. Needs the extra 'lm-eval'.
     """
@@ -98,7 +98,7 @@ class EvalOptions:
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Evaluate, print the figures, and write them where asked."""
+    """Evaluate, print the metrics, and write them if requested."""
     config, options = parse_with_config(EvalOptions, "eval", arguments, EVAL_SETTINGS)
     own = EvalOptions(**options)
     _check_options(own)
@@ -138,7 +138,7 @@ def run_eval(arguments: Sequence[str]) -> int:
             print(f"{f.task:<12} {f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
         figures["benchmarks"] = [asdict(f) for f in found]
     settings = config.model_dump()
-    if model != name:  # a run's trained one
+    if model != name:  # the model that a run trained
         measures = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
         what = [name for name in measures if name in figures]
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
@@ -203,7 +203,7 @@ def _sampled_lines(r: Measured) -> Iterator[tuple[str, str]]:
 
 
 def _figures(result: EvalResult | Measured) -> dict[str, Any]:
-    """Return all but the overlap in words, what ``win_rate`` has, and measures not asked for."""
+    """Return the metrics as JSON, without unmeasured ones, ``seen`` and ``win_rates``."""
     data = {k: v for k, v in asdict(result).items() if k not in ("seen", "win_rates")}
     if "pass_at_1" in data:
         return {name.replace("pass_at_1", "pass@1"): value for name, value in data.items()}
@@ -244,7 +244,7 @@ FILE_SETTINGS = (
     *("data.split", "data.size", "data.on_error", "data.chat", "data.system"),
     *("data.prompt_column", "data.chosen_column", "data.rejected_column"),
 )
-"""Settings that the labels of a file depend on, besides the source."""
+"""Settings that the labels of a file depend on, in addition to the source."""
 
 RECIPE_SETTINGS = (
     *_MODEL,
@@ -264,11 +264,11 @@ def command_label(
     **named: str,
 ) -> None:
     """Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs
-    (chosen, rejected) or prompts with several 'responses', and writes pairs whose sides stand as
-    the source scores them; ties are left out. 'stretto label RECIPE --responses-from MODEL --by
-    SOURCE --out FILE' samples the responses first, to the recipe's prompts, and takes those that
-    ended before the token limit; its options: 'stretto label RECIPE --responses-from MODEL --help'.
-    Options come after the file or recipe.
+    (chosen, rejected) or prompts with several 'responses', and writes pairs ordered by the source's
+    scores, without ties. 'stretto label RECIPE --responses-from MODEL --by SOURCE --out FILE' first
+    samples responses to the recipe's prompts, and uses those that ended before the token limit. Its
+    options: 'stretto label RECIPE --responses-from MODEL --help'. Options come after the file or
+    recipe.
 
     Args:
         what: A .jsonl, .json or .parquet file with pairs, or a hub dataset; with --responses-from,
@@ -294,7 +294,7 @@ _command_label_responses.__doc__ = (command_label.__doc__ or "").partition("Args
 
 
 def run_label(arguments: Sequence[str]) -> int:
-    """Label, and say what became of the rows."""
+    """Label, and report the counts of rows."""
     if value_of("--responses-from", arguments) is not None:
         return call_with_config(_command_label_responses, "label", arguments, RECIPE_SETTINGS)
     data = {"data": {"name": leading_recipe(arguments)}}

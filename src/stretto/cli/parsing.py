@@ -1,6 +1,6 @@
 """Commands are functions: tyro reads options and help from their signatures and docstrings.
 
-Refusals have the words of Stretto's errors.
+Its errors are reworded like Stretto's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ File = Annotated[str, arg(metavar="FILE")]
 
 
 class Option(NamedTuple):
-    """An option of a command: a parameter of a function, and its help."""
+    """An option of a command: a function's parameter and its help."""
 
     kind: Any
     default: Any
@@ -37,11 +37,11 @@ class Option(NamedTuple):
 
 
 def takes(function: Callable[..., Any], *names: str, **renamed: str) -> Callable[[F], F]:
-    """Give a command parameters of another function, too, which it gets as keywords.
+    """Add parameters of another function to a command, which gets them as keywords.
 
     Args:
-        names: parameters that the command takes by their own names.
-        renamed: those that it takes by other names, which are the keys here.
+        names: parameters that keep their names.
+        renamed: parameters by their new names.
     """
 
     def marked(command: F) -> F:
@@ -73,11 +73,11 @@ def options_of(function: Callable[..., Any]) -> dict[str, Option]:
 
 
 def form(function: Callable[..., Any]) -> type[Any]:
-    """Make the dataclass that tyro reads a command's options into."""
+    """Make the dataclass into which tyro reads a command's options."""
     fields = []
     for name, (kind, default, text, positional) in options_of(function).items():
         parts = bounds.parts(kind)
-        several = positional and tuple in parts  # it may be empty, for tyro
+        several = positional and tuple in parts  # tyro reads it as possibly empty
         hint = documented(text, () if several else default)
         if parts & {dict, Mapping}:
             kind, default = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")], ()
@@ -98,14 +98,14 @@ def form(function: Callable[..., Any]) -> type[Any]:
 
 
 def documented(text: str, default: object) -> Any:
-    """Document an option; a default that is empty is not named."""
+    """Document an option. An empty default is not shown."""
     empty = isinstance(default, str | tuple | None) and not default
     return arg(help=text or None, help_behavior_hint="" if empty else None)
 
 
 def read(kind: type[Any], command: str, arguments: Sequence[str]) -> Any:
-    """Make a dataclass of arguments; ConfigError if they do not fit, SystemExit after help."""
-    refusal = io.StringIO()  # tyro draws a box, and prints the help of options in it
+    """Read arguments into a dataclass. Raises ConfigError if invalid, SystemExit after help."""
+    refusal = io.StringIO()  # tyro prints errors in a box, with help
     try:
         with redirect_stderr(refusal):
             return tyro.cli(
@@ -119,7 +119,7 @@ def read(kind: type[Any], command: str, arguments: Sequence[str]) -> Any:
 
 
 def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
-    """Return the options that were read as values for the command; ConfigError if out of bounds."""
+    """Return the options' values for the command. Raises ConfigError if out of bounds."""
     kinds = {name: option.kind for name, option in options_of(function).items()}
     values = {name: getattr(options, name) for name in kinds}
     for name, kind in kinds.items():
@@ -147,7 +147,7 @@ def _positional(function: Callable[..., Any]) -> list[str]:
 
 
 def table_of(pairs: Sequence[str], key: str) -> dict[str, Any]:
-    """Read words of the form key=value; what is no TOML value is text."""
+    """Read words of the form key=value. A value that is not valid TOML is text."""
     table: dict[str, Any] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
@@ -165,15 +165,15 @@ _TYPES = {"INT": "a whole number", "FLOAT": "a number", "True,False": "True or F
 
 
 _FRAME = re.compile(r"\x1b\[[\d;]*m|[│╭╮╰╯─]|-{4,}")
-"""Colours and lines of boxes, in either of the characters that tyro draws them with."""
+"""Colours and box lines, in both of tyro's character sets."""
 
 
 def _sentence(text: str, command: str, kind: Any) -> str:
-    """Say in a line what a box of tyro's says."""
+    """Reword one of tyro's boxes as a line."""
     title, _, rest = _FRAME.sub("", text).strip().partition("\n")
     title = title.strip()
     lines = [line.strip() for line in rest.strip().splitlines()]
-    blank = lines.index("") if "" in lines else len(lines)  # behind it, help
+    blank = lines.index("") if "" in lines else len(lines)  # help follows it
     body = " ".join(lines[:blank])
     see = f"'stretto {command} --help' documents the options."
     if title == "Unrecognized options":
@@ -207,7 +207,7 @@ def _sentence(text: str, command: str, kind: Any) -> str:
 
 
 def _advice(option: str, command: str, kind: Any) -> str:
-    """Name the options of a command whose function has no settings that one may stand for."""
+    """Advise on an unknown option of a command without settings, by its own options."""
     name = option.partition("=")[0].removeprefix("--").replace("-", "_")
     otherwise = f"'stretto {command} --help' lists the options."
     return interfaces.advice(name, inspect.signature(kind).parameters, otherwise)

@@ -32,7 +32,7 @@ _SIZES = (*_NEEDED_SIZES, "actor_tp", "critic_tp", "tokens", "teraflops", "commu
 class Options:
     """Plan one pipeline schedule for actor and critic, which run in opposite directions.
 
-    The problem is a JSON file, or is made of the sizes of two models and how they are parallelised.
+    The problem is a JSON file, or derived from the sizes of two models and their parallelism.
 
     Attributes:
         problem: A problem as JSON (docs/pipelines.md shows one), or a file of --schedule for its
@@ -41,14 +41,14 @@ class Options:
         critic: The critic's size.
         actor_stages: Pipeline stages of the actor.
         critic_stages: Pipeline stages of the critic.
-        actor_tp: Tensor parallelism of the actor; stages of the model with less of it are merged.
+        actor_tp: Tensor parallelism of the actor. Stages of the model with less of it are merged.
         critic_tp: Tensor parallelism of the critic.
-        micro_batches: Micro-batches of all pipelines of a model together.
-        tokens: Tokens of a micro-batch.
+        micro_batches: Total of micro-batches in all pipelines of a model.
+        tokens: Tokens in a micro-batch.
         teraflops: Teraflops that a device achieves.
         communication_us: Microseconds from one stage to the next.
-        capacity: Activation memory of each device, a hard limit: in GiB for sizes, in its own unit
-            for a file.
+        capacity: Hard limit of each device's activation memory, in GiB with sizes, in the file's
+            unit with a file.
         seconds: Longest search, in seconds.
         seed: Seed of the search's random numbers.
         threads: Searches at the same time.
@@ -76,7 +76,7 @@ class Options:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Solve, print how good the schedule is, and write files; 130 if the search was cut short."""
+    """Solve, print the schedule's quality, and write files. Returns 130 if interrupted."""
     options = Options(**arguments_of(Options, "pipeline", arguments))
     _check_files(options)
     problem, units = _problem(options)

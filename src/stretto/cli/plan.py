@@ -1,4 +1,4 @@
-"""``stretto plan``: where the roles of a run best go on many GPUs, before it is started."""
+"""``stretto plan``: searches for layouts of a run on many GPUs, before it is started."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SHARING = {
 
 @dataclass
 class Options(PlanOptions):
-    """Search for the layout of a run's roles on GPUs, and for the schedule, that train on most
-    responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from the
-    recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100
+    """Search for the layout of a run's roles on GPUs, and for the schedule, with the highest
+    throughput of responses. Plans are run in virtual time, without a GPU. Settings come from the
+    recipe and from options after it: stretto plan my.toml --gpus 16 --gpu h100
 
     Attributes:
-        calibrate: Measure this machine's figures instead of planning, and write them.
+        calibrate: Measure this machine's performance to this file instead of planning.
         write: Write the best plan's settings, for 'stretto train --overrides'.
     """
 
@@ -51,7 +51,7 @@ class Options(PlanOptions):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the best plans and write the first that ``stretto train`` takes, or measure for it."""
+    """Print the best plans and write the first one that ``stretto train`` can run, or calibrate."""
     recipe = leading_recipe(arguments)
     config, options = parse_with_config(Options, "plan", arguments, _offered())
     own = Options(**options)

@@ -1,4 +1,4 @@
-"""``stretto serve``: an OpenAI-compatible endpoint for a model, or for a policy while it trains."""
+"""``stretto serve``: an OpenAI-compatible endpoint for a model, or a policy during training."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from stretto.serving.streams import AsyncEngine
 
 API_KEY = "STRETTO_API_KEY"
-"""Environment variable with the key that requests must bring."""
+"""Environment variable with the key that requests must have."""
 
 PATIENCE_S = 10
-"""Seconds that answers under way get to end in, once the server is to stop."""
+"""Grace period of answers in progress when the server stops, in seconds."""
 
 FOLLOW_S = 2.0
-"""Seconds between two looks for a newer checkpoint."""
+"""Seconds between checks for a newer checkpoint."""
 
 OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""Names by which requests reach a server on the loopback; an IPv6 address stands in brackets."""
+"""Host names of requests to a server on the loopback. IPv6 addresses are in brackets."""
 
 
 @takes(command_chat, "model", "dtype", "device")
@@ -62,17 +62,18 @@ def command_serve(
     /inference/v1/generate for token ids. Needs the extra 'serve'. Ctrl-C ends it.
 
     Args:
-        follow: Load newer checkpoints of the run as they appear. Answers under way end first.
-        host: Address to listen on. Others than the default can be reached by other machines.
+        follow: Load newer checkpoints of the run as they appear. Answers in progress end first.
+        host: Address to listen on. Any but the default can be reached by other machines.
         port: Port to listen on; 0 takes a free one.
-        api_key: Key that requests must bring, better given as STRETTO_API_KEY in the environment.
-        engine: What generates; vllm needs the extra 'vllm'.
+        api_key: Key that requests must have, better given as STRETTO_API_KEY in the environment.
+        engine: Engine that generates; vllm needs the extra 'vllm'.
         slots: Answers decoded at a time.
-        queue: Requests that wait for a slot, at most; others are refused with status 429.
-        max_model_len: Tokens of prompt and answer. 0: 4096, or what the model has positions for.
-        seed: Of the random numbers of requests that bring no seed.
-        template_arguments: An argument of the chat template, as enable_thinking=false; may be
-            repeated. Those of a request, chat_template_kwargs, win.
+        queue: Limit of requests that wait for a slot. Further ones are refused with status 429.
+        max_model_len: Tokens of prompt and answer. 0: 4096, or fewer if the model has fewer
+            positions.
+        seed: Seed of requests that have none.
+        template_arguments: An argument of the chat template, for example enable_thinking=false; may
+            be repeated. A request's chat_template_kwargs take precedence.
     """
     for library in ("starlette", "uvicorn"):
         require(library, "serve", "stretto serve")
@@ -104,7 +105,7 @@ def command_serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, so that a port that is taken is told before a model loads."""
+    """Return a listening socket, so that a taken port is reported before a model loads."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -131,7 +132,8 @@ async def _serve(
         engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, most)
         engine.version = policy.step
         host, port, *_ = listener.getsockname()
-        # Without a key, a page whose site's name leads to this address could use the server.
+        # Without this, a web page could use the keyless server through a domain name that leads
+        # here.
         own = is_loopback(host) and not key
         app = Server(
             engine,
@@ -150,11 +152,11 @@ async def _serve(
         work = [asyncio.create_task(engine.run())]
         work += [asyncio.create_task(_follow(policy, engine))] if follow else []
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        # Its last act is to raise the signal that ended it, past whoever waits for it.
+        # It ends by raising the signal that stopped it again, even if nothing awaits it.
         serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait((serving, *work), return_when=asyncio.FIRST_COMPLETED)
-            server.should_exit = True  # as if a signal had come, where the engine has failed
+            server.should_exit = True  # as after a signal, if the engine failed
             await serving
         finally:
             for task in work:

@@ -1,8 +1,7 @@
 """The settings of :mod:`stretto.config` as command-line options.
 
 tyro makes the options and their help. It parses into plain dataclasses that mirror the settings
-classes, so that validation happens in one place, for files and command line alike, with one kind
-of message.
+classes, so that files and the command line share one validation with the same messages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
 
 IN_FILES_ALONE = ("cluster.processes",)
-"""Settings that are lists of tables, which no option can spell."""
+"""Settings that are lists of tables and can only be set in files."""
 
 COMMON = (
     *("steps", "out", "runtime", "model.name", "model.lora_rank", "task.kind", "task.name"),
@@ -34,8 +33,9 @@ COMMON = (
     *("rollout.samples_per_prompt", "rollout.max_new_tokens", "schedule.preset", "algorithm.name"),
     "training.lr",
 )
-"""Settings that ``--help`` documents: those that most users set. ``--help-all`` and ``--help
-SECTION`` document the others."""
+"""Frequent settings, which ``--help`` documents. ``--help-all`` and ``--help SECTION`` document the
+rest.
+"""
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
@@ -57,18 +57,17 @@ def parse_with_config(
 ) -> tuple[Any, dict[str, Any]]:
     """Parse options that change settings, and the command's own.
 
-    Raises ConfigError for an unknown option, a recipe behind options, and settings that are not
-    valid; SystemExit where help was asked for (0) or the command line does not parse (2).
+    Raises ConfigError for unknown options, a recipe after options, and invalid settings. Raises
+    SystemExit after help (0) or if the command line cannot be parsed (2).
 
     Args:
-        function: has the command's own options as parameters, and describes the command. The recipe
-            (or a file in its place) is the first of them. ``overrides`` names a file with changes,
-            which come before those of the command line.
+        function: its parameters are the command's own options, and its docstring describes the
+            command. The first one is the recipe (or a file). ``overrides`` is a file with changes,
+            which apply before those of the command line.
         command: name, for usage and messages.
         only: dotted settings or sections to offer; empty offers all.
-        config: in place of the settings of the recipe that the command line begins with; rules
-            between them may be unchecked. Without a recipe the parser answers: with the help, or by
-            what it misses.
+        config: replaces the settings of the leading recipe. Rules between its settings may be
+            unchecked. Without a recipe the parser responds, with help or the missing option.
     """
     recipe = leading_recipe(arguments)
     config = config or recipes.load(recipe or "arithmetic", checked=False)
@@ -80,7 +79,7 @@ def parse_with_config(
     if shown is not None:
         arguments, offered = ["--help"], shown
     named = _named(arguments, offered, own_names, kind)
-    if not {"-h", "--help"} & {*arguments}:  # without help, few options are parsed in less time
+    if not {"-h", "--help"} & {*arguments}:  # without help, parsing few options is faster
         offered = named
     own_form, mirror = form(function), _mirror(kind, offered, config.model_dump())
     both = _apart(own=own_form, settings=mirror)
@@ -103,7 +102,7 @@ def parse_with_config(
         start=recipe,
     )
     named_recipe = own[own_names[0]]
-    if named_recipe not in ("", recipe):  # the options had been read with other defaults
+    if named_recipe not in ("", recipe):  # the options were read with other defaults
         raise ConfigError(f"the recipe comes before the options: write '{named_recipe}' first")
     return result, own
 
@@ -114,7 +113,7 @@ def call_with_config(function: Callable[..., int | None], *line: Any, **start: A
 
 
 def _apart(**parts: type[Any]) -> type[Any]:
-    """Make a dataclass of dataclasses, whose fields may have one name: --model, --model.dtype."""
+    """Make a dataclass of dataclasses that may share field names: --model, --model.dtype."""
     return dataclasses.make_dataclass(
         "Options", [(name, Annotated[part, arg(name="")]) for name, part in parts.items()]
     )
@@ -125,7 +124,7 @@ def leading_recipe(arguments: Sequence[str]) -> str:
 
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return an option's value before parsing, where the other options depend on it."""
+    """Return an option's value before parsing, if other options depend on it."""
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, sign, value = argument.partition("=")
         if name == option:
@@ -134,7 +133,7 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def _asked_for_help(arguments: Sequence[str], offered: set[str]) -> tuple[set[str] | None, str]:
-    """Return the settings that help is asked for, if it is, and a line about the others."""
+    """Return the settings to document, ``None`` without ``--help``, and a line on the rest."""
     asked = [i for i, argument in enumerate(arguments) if argument in ("-h", "--help")]
     common = offered & {*COMMON}
     if "--help-all" in arguments:
@@ -218,7 +217,7 @@ def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section
 def _mirror(
     section: type[BaseModel], offered: Collection[str], values: Mapping[str, Any], prefix: str = ""
 ) -> type[Any]:
-    """Make a dataclass of those fields of a section that are offered, with values as defaults."""
+    """Make a dataclass of a section's offered fields, with values as defaults."""
     fields: list[tuple[str, Any, Any]] = []
     for name, info in section.model_fields.items():
         kind, value, key = info.annotation, values[name], prefix + name
@@ -229,7 +228,7 @@ def _mirror(
         elif key in offered:
             text = info.description
             if typing.get_origin(kind) is dict:
-                # Any key can be given, also one that the recipe's table has not.
+                # Keys that the recipe's table lacks can be given, too.
                 kind, text = tuple[str, ...], f"{text} As key=value; replaces the recipe's."
                 words = (tomli_w.dumps({key: each}).strip() for key, each in value.items())
                 value = tuple(word.replace(" = ", "=", 1) for word in words)

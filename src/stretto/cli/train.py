@@ -1,6 +1,4 @@
-"""``stretto train``, ``sft``, ``reward`` and ``align``: from a recipe to a run, or to three; and
-``recipes``, which lists what they take by name.
-"""
+"""``stretto train``, ``sft``, ``reward``, ``align`` and ``recipes``: from a recipe to a run."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from stretto.errors import ConfigError
 if TYPE_CHECKING:
     from stretto.api.alignment import Aligned, PolicyOutcome
 
-# What trains is imported once the arguments are read: help is asked for more often.
+# Training code is imported after parsing, so that --help is fast.
 
 C = TypeVar("C", SftConfig, RewardModelConfig)
 
@@ -63,10 +61,10 @@ def command_train(
     options, which come after it: stretto train tiny --steps 10 --training.lr 1e-5
 
     Args:
-        overrides: A .toml file whose settings take the place of the recipe's, such as one
-            that 'stretto plan --write' wrote. Options come after it.
-        warmup_file: For several runs with one warm-up: keep what comes out of it in this file, or
-            take it from there.
+        overrides: A .toml file whose settings replace the recipe's, for example one written by
+            'stretto plan --write'. Options override it.
+        warmup_file: File for the warmed-up weights, which several runs can share. It is read if it
+            exists and written otherwise.
     """
     if dry_run:
         from stretto.cli.dry_run import describe_run
@@ -76,7 +74,7 @@ def command_train(
     from stretto.api.training import begin, execute
 
     objects = None
-    if warmup_file:  # the import takes long: before there is a folder
+    if warmup_file:  # the import is slow, so it comes before the folder is created
         from stretto.assembly.models import Overrides
 
         objects = Overrides(warmup=Path(warmup_file))
@@ -91,7 +89,7 @@ def run_train(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
-    """Return the settings, and the options of the command itself."""
+    """Return the settings, and the command's own options."""
     recipe, resumed = leading_recipe(arguments), value_of("--resume", arguments)
     if recipe and resumed:
         raise ConfigError(
@@ -121,8 +119,8 @@ def command_sft(
     dry_run: DryRun = False,
 ) -> None:
     """Fine-tune a language model on demonstrations: rows with conversations (messages), or with a
-    prompt and its completion. Only what the assistant says is learned, the end of its turn
-    included. For example: stretto sft --data.name chats.jsonl --model.name smollm2-135m
+    prompt and its completion. Only assistant turns are learned, including their end tokens. For
+    example: stretto sft --data.name chats.jsonl --model.name smollm2-135m
     """
     if not config.data.name:
         raise ConfigError(
@@ -141,10 +139,9 @@ def command_sft(
 
 @takes(command_sft, "recipe", "dry_run")
 def command_reward(config: RewardModelConfig, recipe: str, /, **options: bool) -> None:
-    """Train a reward model on pairs of responses of which one was preferred (chosen, rejected),
-    with a prompt of their own or the beginning that both share. What is saved is a
-    sequence-classification checkpoint, for reward.sources as model:FOLDER. 'stretto reward label'
-    judges pairs instead.
+    """Train a reward model on pairs of responses, of which one was preferred (chosen, rejected),
+    with a prompt column or a shared beginning. The result is a sequence-classification checkpoint,
+    for reward.sources as model:FOLDER. 'stretto reward label' labels pairs instead.
     """
     command_sft(config, recipe, **options)
 
@@ -154,7 +151,7 @@ def run_sft(arguments: Sequence[str]) -> int:
 
 
 def run_reward(arguments: Sequence[str]) -> int:
-    """Train a reward model, and say where the results are; or label pairs."""
+    """Train a reward model and report the results, or label pairs."""
     if arguments and arguments[0] == "label":
         from stretto.cli import models
 
@@ -183,17 +180,17 @@ def command_align(
     **options: Any,
 ) -> None:
     """Align a model: supervised fine-tuning on demonstrations, a reward model from labelled pairs
-    of the tuned model's own responses, and reinforcement learning from the reward model;
-    evaluated before and after by the gold reward, which also labelled the pairs.
+    of the tuned model's own responses, and reinforcement learning from the reward model. The gold
+    reward that labelled the pairs also evaluates before and after.
 
     Args:
         recipe: Recipes of all three stages by one name ('posts'), or a folder with sft.toml,
-            reward.toml and train.toml, such as an earlier alignment left.
-        algorithm: The loss of the last stage; without it the recipe's.
-        seed: Seed of all stages; without it the recipes'.
-        out: Folder in which the stages get a folder of their own.
-        resume: Go on with the stages in this folder, which has their settings; takes no other
-            option. Stages that ended are not run again.
+            reward.toml and train.toml, for example of an earlier alignment.
+        algorithm: The loss of the last stage. Default: the recipe's.
+        seed: Seed of all stages. Default: the recipes'.
+        out: Folder in which the stages get their own folder.
+        resume: Continue with the stages in this folder, which has their settings; takes no other
+            option. Complete stages are not run again.
         dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
     """
     if resume:
@@ -230,7 +227,7 @@ def command_align(
     except BaseException:
         if any(folder.iterdir()):
             print(f"stopped; go on with: stretto align --resume {folder}")
-        else:  # nothing was begun
+        else:  # nothing was started
             folder.rmdir()
         raise
     _show(result)
@@ -273,7 +270,7 @@ def command_recipes(recipe: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
     name, print that recipe as TOML: stretto recipes tiny > my.toml
 
     Args:
-        recipe: Name of a recipe to print. One of another command than train has the command before
+        recipe: Name of a recipe to print. For commands other than train, the command comes before
             it, as in the list: stretto recipes sft posts
     """
     kinds = {folder or "train": kind for kind, folder in recipes.FOLDERS.items()}
