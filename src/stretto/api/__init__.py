@@ -1,10 +1,9 @@
-"""Stretto from Python: what the commands do, as functions.
+"""The commands as Python functions.
 
 Settings are a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's folder.
-Single settings are changed by keyword: a whole section as a mapping (``rollout={"batch": 64}``), or
-one setting behind its section's name (``rollout__batch=64``). What a command takes by name can also
-be brought as an object: a model, a list of rows, a reward function. Nothing heavy is imported
-before a function is called, and of this package only what is asked for.
+Keywords change a section by a mapping (``rollout={"batch": 64}``) or a single setting
+(``rollout__batch=64``). Objects may replace names: a model, a list of rows, a reward function.
+Modules of this package load on first use, and heavy libraries when a function is called.
 """
 
 import importlib
@@ -24,7 +23,7 @@ _HOMES = {
     "settings": ("RESUMABLE", "changed", "check_resumable", "load_recipe"),
     "training": ("Begun", "begin", "execute", "resume", "sft", "train", "train_reward_model"),
 }
-"""Names by the module that they are loaded from when they are first asked for."""
+"""Names by the module that is imported on their first use."""
 
 __all__ = [
     "RESUMABLE",

@@ -1,9 +1,9 @@
-"""Three stages from demonstrations to an aligned model, and what came of it.
+"""Alignment in three stages: fine-tuning, reward model, reinforcement learning.
 
-The controlled experiment of asynchronous RLHF (Noukhovitch et al. 2025, section 3.1) and of Gao et
-al. (2022): a gold reward stands for people. It labels what the fine-tuned model says, a reward
-model learns from the labels, the policy learns from the reward model, and the gold reward judges
-the policy.
+This is the controlled experiment of asynchronous RLHF (Noukhovitch et al. 2025, section 3.1) and of
+Gao et al. (2022). A gold reward replaces human labels: it labels responses of the fine-tuned model,
+a reward model learns from the labels, the policy learns from the reward model, and the gold reward
+evaluates the policy.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESULTS = "align.json"
-"""File in the folder of all stages: the arguments, and the result of each stage that has ended."""
+"""File with the arguments and the results of complete stages, in the folder of all stages."""
 
 _OF_PAIRS = {"split", "size", "prompt_column", "chosen_column", "rejected_column"}
-"""Settings that have their defaults where the labelled pairs are read."""
+"""Settings that keep their defaults for the labelled pairs."""
 
 
 class Stages(NamedTuple):
-    """The settings of all stages. The model of the first is where the other two start from, and the
-    ``reward.sources`` of the last is the gold reward, whose place the learned reward model takes.
+    """Settings of all stages. The last two start from the first one's model. ``reward.sources`` of
+    the last is the gold reward, which the learned reward model replaces in training.
     """
 
     sft: SftConfig
@@ -64,7 +64,7 @@ class Stages(NamedTuple):
 
     @property
     def gold(self) -> str:
-        """The gold reward; raises ConfigError unless there is exactly one."""
+        """The gold reward. Raises ConfigError unless there is exactly one."""
         sources = self.train.reward.sources
         if len(sources) != 1:
             raise ConfigError(
@@ -82,7 +82,7 @@ def stages_of(
     reward: Mapping[str, Any] | None = None,
     train: Mapping[str, Any] | None = None,
 ) -> Stages:
-    """Return the settings of all stages, changed; see :func:`~stretto.api.alignment.align`."""
+    """Return the changed settings of all stages; see :func:`~stretto.api.alignment.align`."""
     found = settings if isinstance(settings, Stages) else _read(settings)
     return Stages(
         changed(found.sft, sft or {}),
@@ -135,7 +135,7 @@ class Aligned:
         penalty: ``reward.missing_eos_penalty`` of the last stage, on the reward model's scale.
         policy: folder of the aligned model.
         before: the fine-tuned model on held-out prompts.
-        after: the aligned model on the same.
+        after: the aligned model on the same prompts.
     """
 
     folder: Path
@@ -160,18 +160,18 @@ def align(
     reward: Mapping[str, Any] | None = None,
     train: Mapping[str, Any] | None = None,
 ) -> Aligned:
-    """Run all stages, each in a run directory of its own inside ``folder``; what ``stretto align``
-    does. What the last stage needs is looked at before the first one starts.
+    """Run all stages in run directories inside ``folder``, like ``stretto align``. Inputs of the
+    last stage are checked before the first one starts.
 
     Args:
         settings: the packaged recipes of one name (``"posts"``), a folder with ``sft.toml``,
             ``reward.toml`` and ``train.toml``, or the settings themselves.
-        folder: made if it is not there; the settings are written into it.
+        folder: created if necessary. The settings are written into it.
         pairs: Prompts that the tuned model answers twice, for the gold reward to choose.
-        samples: Held-out prompts to evaluate on, at most.
-        reference_column: Column with the responses to win against; without it the task's own
-            answers.
-        sft, reward, train: changes of the settings of each stage; as in :func:`train`.
+        samples: Limit of held-out prompts in the evaluation.
+        reference_column: Column with the reference responses of the win-rate. Default: the task's
+            own answers.
+        sft, reward, train: changes of each stage's settings, as in :func:`train`.
     """
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
     folder = Path(folder)
@@ -183,7 +183,7 @@ def align(
         )
     check_settings(stages)
     check_opens(stages, reference_column)
-    lines = dict[str, None]()  # the same of all three, as a rule
+    lines = dict[str, None]()  # usually the same for all three
     tell = lines.setdefault
     stages = Stages(
         settled(stages.sft, tell), settled(stages.reward, tell), settled(stages.train, tell)
@@ -203,11 +203,11 @@ def align(
 
 @in_python
 def resume_alignment(folder: str | Path) -> Aligned:
-    """Go on with stages that were stopped; what ``stretto align --resume`` does.
+    """Continue stopped stages, like ``stretto align --resume``.
 
-    Stages that ended are not run again. One that was stopped begins anew, but for reinforcement
-    learning that has written a checkpoint (``observe.checkpoint_minutes``), which goes on from the
-    last one. Raises StateError where the results of a stage have gone.
+    Complete stages are not run again. A stopped stage starts again, except that reinforcement
+    learning resumes its last checkpoint (``observe.checkpoint_minutes``), if any. Raises StateError
+    if results of a stage are missing.
     """
     folder = Path(folder)
     file = folder / RESULTS
@@ -229,9 +229,10 @@ def resume_alignment(folder: str | Path) -> Aligned:
 def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
     """Return ``reward.missing_eos_penalty`` on the scale of a learned reward model.
 
-    The settings' own is on the gold reward's scale, which a Bradley-Terry model does not keep. For
-    'replace' it is the mean reward in training less two standard deviations: a response without an
-    end is worth as little as the worst ones that do end. For 'subtract' it is the two deviations.
+    The value in the settings is on the gold reward's scale, which a Bradley-Terry model does not
+    keep. For 'replace' it is the mean training reward minus two standard deviations, so that an
+    unended response is worth as little as the worst ended ones. For 'subtract' it is the two
+    deviations.
     """
     if rule.missing_eos == "off":
         return rule.missing_eos_penalty
@@ -240,7 +241,7 @@ def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
 
 
 class _Results:
-    """Arguments, and results of the stages that have ended; written to disk after each stage."""
+    """Arguments and results of complete stages, saved after each stage."""
 
     def __init__(self, folder: Path, data: dict[str, Any]) -> None:
         self.folder, self._data = folder, data
@@ -312,7 +313,7 @@ def _run(stages: Stages, results: _Results) -> Aligned:
 
 
 def check_settings(stages: Stages) -> None:
-    """Check the settings as far as possible without reading any files."""
+    """Check all settings that can be checked without reading files."""
     task, _ = stages.train.task, stages.gold
     if not task.is_procedural and task.held_out_rows in ("", task.name, task.split):
         raise ConfigError(
@@ -329,7 +330,7 @@ def check_settings(stages: Stages) -> None:
 
 
 def replaced(stages: Stages) -> list[str]:
-    """Return lines that say which settings are replaced by results of earlier stages."""
+    """Describe the settings that results of earlier stages replace."""
     start = stages.sft.model.name
     others = {stages.reward.model.name, stages.train.model.name} - {start}
     lines = [f"what '{start}' becomes in the first stage is the model of the others too"]
@@ -344,8 +345,8 @@ def replaced(stages: Stages) -> list[str]:
 
 
 def check_opens(stages: Stages, reference_column: str = "") -> None:
-    """Check what the later stages read, and that all stages read prompts alike. Rows, reference
-    responses (see :func:`stretto.measure`) and the gold reward are opened.
+    """Open the later stages' inputs (rows, reference responses as in :func:`stretto.measure`, and
+    the gold reward), and check that all stages tokenize prompts alike.
     """
     from stretto import tasks
     from stretto.assembly.roles import RoleFactory
@@ -361,7 +362,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     tokenizer = tokenizer_of(stages.sft.model)
     for stage in (stages.reward, stages.train):
         if (name := stage.model.name) != start:
-            # One vocabulary holds the other, as tokens may be added (such as for padding).
+            # Tokens may have been added (for example for padding), so one may contain the other.
             ours, theirs = (
                 tokenizer.get_vocab().items(),
                 tokenizer_of(stage.model).get_vocab().items(),
@@ -387,7 +388,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
 
 
 def _check_layouts(stages: Stages, row: TaskRow, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the first stage and the reward model read a prompt as the policy will."""
+    """Check that fine-tuning and the reward model tokenize a prompt like the policy."""
     from stretto.tasks.prompts import render
     from stretto.tasks.responses import PromptLayout
 

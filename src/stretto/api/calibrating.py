@@ -1,4 +1,4 @@
-"""The figures of this machine, measured, for plans."""
+"""Measures this machine's performance for plans."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def calibrate(
     command: str = "",
     say: Say = print,
 ) -> Hardware:
-    """Measure this machine, and write what plans read; what ``stretto plan --calibrate`` does.
+    """Measure this machine and write a file for plans, like ``stretto plan --calibrate``.
 
-    Device, type and threads are those that a run of the settings would take; the command is written
-    beside the figures. Raises ModelError if no model fits here to measure with, RankError if the
-    processes that sync weights fail, StorageError if the file cannot be written.
+    Device, dtype and threads are those of a run with these settings. ``command`` is recorded in the
+    file. Raises ModelError if no model to measure fits here, RankError if the processes that sync
+    weights fail, and StorageError if the file cannot be written.
     """
     with working(say, LOADING):
         import torch

@@ -1,4 +1,4 @@
-"""Trained models at work, from Python."""
+"""Evaluation, labelling and generation with trained models, from Python."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def evaluate(
     **changes: Any,
 ) -> EvalResult:
     """Return pass@1 and the mean score of a model's greedy answers to a task's prompts, judged by
-    the task's verifier. What ``stretto eval`` does without further options; :func:`measure` has the
-    others.
+    the task's verifier, like ``stretto eval`` without further options. :func:`measure` has other
+    metrics.
 
     Args:
         settings: As in :func:`train`; they name the task.
-        model: What to measure: a known name, a local folder, a hub name, or a run's folder. Without
-            it: the run's trained model, or the recipe's model before training.
-        samples: Prompts answered, at most.
-        dataset: A file or a hub dataset in place of the settings' one.
+        model: Model to evaluate: a known name, a local folder, a hub name, or a run's folder.
+            Default: the run's trained model, or the recipe's model before training.
+        samples: Limit of prompts.
+        dataset: A file or a hub dataset that replaces the one in the settings.
         changes: as in :func:`train`.
     """
     config, chosen = _measured(settings, model, dataset, changes)
@@ -87,15 +87,15 @@ def measure(
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> Measured:
-    """Measure a model's sampled responses to a task's prompts; what ``stretto eval`` does with the
+    """Measure a model's sampled responses to a task's prompts, like ``stretto eval`` with the
     options of the same names.
 
     Args:
         settings, model, samples, dataset, changes: as in :func:`evaluate`.
         win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
             reward model or the run of one), 'file.py:function', or 'task'; or by several of them.
-        sft: KL to this model (what the policy was trained from, or the run of it), and its
-            perplexity on the policy's samples.
+        sft: KL to this model (the policy's initial model, or the run of it), and its perplexity on
+            the policy's samples.
         judge: An LLM judge for a win-rate.
         reference_column: Column with the reference responses: text, or a conversation that ends
             with the assistant's turn. Without it: the task's own answers.
@@ -126,15 +126,15 @@ def label(
     timeout_s: Seconds = 30.0,
     **changes: Any,
 ) -> LabelResult:
-    """Label a preference file anew by a gold reward; what ``stretto label FILE`` does.
+    """Label a preference file by a gold reward, like ``stretto label FILE``.
 
     Args:
         data: The file, or settings whose ``data`` names it.
         by: The gold reward: 'model:NAME' (a reward model or the run of one), 'file.py:function',
             or, with --responses-from, 'task'.
-        out: Where the pairs go, as JSON Lines.
-        timeout_s: Seconds that a function may take for 32 responses.
-        changes: of those settings, as in :func:`train`.
+        out: File for the pairs, as JSON Lines.
+        timeout_s: Time limit of a function for 32 responses, in seconds.
+        changes: changes of those settings, as in :func:`train`.
     """
     with working(on_stderr, LOADING):
         from stretto.evaluation import label_pairs
@@ -156,17 +156,16 @@ def label_responses(
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> LabelResult:
-    """Label a model's responses to a task's prompts by a gold reward; what ``stretto label RECIPE
-    --responses-from MODEL`` does.
+    """Label a model's responses to a task's prompts by a gold reward, like ``stretto label RECIPE
+    --responses-from MODEL``.
 
     Args:
         settings, dataset, changes: As in :func:`evaluate`.
         by, out: As in :func:`label`; ``by`` may be 'task' too.
         model: Model that answers the recipe's prompts: a known name, a local folder, a hub name, or
             a run's folder.
-        prompts: Prompts to answer, at most.
-        per_prompt: Responses to each prompt; the best and the worst of those that ended make a
-            pair.
+        prompts: Limit of prompts to answer.
+        per_prompt: Responses to each prompt. The best and the worst ended ones make a pair.
     """
     config, chosen = _measured(settings, model, dataset, changes, sources=[by])
     from stretto import evaluation
@@ -185,11 +184,11 @@ def benchmark(
     limit: NonNegativeInt = 0,
     **changes: Any,
 ) -> list[Benchmark]:
-    """Run benchmarks of lm-evaluation-harness; what ``stretto eval --lm-eval`` does.
+    """Run benchmarks of lm-evaluation-harness, like ``stretto eval --lm-eval``.
 
     Args:
-        settings, model, changes: as in :func:`evaluate`; of the settings, those of the model and
-            ``rollout.batch`` are looked at.
+        settings, model, changes: as in :func:`evaluate`. Only settings of the model and
+            ``rollout.batch`` have an effect.
         tasks: names that the harness knows, or .yaml files that define one.
         limit: Examples of each benchmark; 0 takes all.
     """
@@ -219,28 +218,28 @@ def generate(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> list[str]:
-    """Return a model's answers to prompts, in their order; what ``stretto generate`` does.
+    """Return a model's answers to prompts, in their order, like ``stretto generate``.
 
-    Raises ConfigError for an option out of range, ModelError where there is no such model,
-    TaskError for a prompt that the model cannot read.
+    Raises ConfigError for an option out of range, ModelError for a missing model, and TaskError for
+    a prompt that the model cannot read.
 
     Args:
         model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder;
             or a model as an object, which is put into evaluation mode and needs its ``tokenizer``.
         prompts: Texts, or conversations as lists of messages.
-        max_new_tokens: Token limit of an answer; with tools, of all turns and what answers them.
+        max_new_tokens: Token limit of an answer; with tools, of all turns and results.
         temperature: Softmax temperature; 0 is greedy.
         top_k: Sample among the k likeliest tokens; 0 is off.
         top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
         stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
         system: A system message, put before every prompt; needs a chat template.
-        chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
-        template_arguments: An argument of the chat template, as enable_thinking=false; may be
-            repeated.
-        dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32,
-            and says which; greedy texts of the two differ now and then.
-        device: Device to compute on. auto: cuda when there is one.
+        chat: Apply the tokenizer's chat template. auto: if the tokenizer has one.
+        template_arguments: An argument of the chat template, for example enable_thinking=false; may
+            be repeated.
+        dtype: Type to compute in. auto: bfloat16 if the hardware is faster with it, else float32;
+            the choice is printed. Greedy texts of the two may differ.
+        device: Device to compute on. auto: cuda if there is one.
     """
     by_name = isinstance(model, str | Path)
     if by_name == (tokenizer is not None):
@@ -297,7 +296,7 @@ def answers(
     overrides: Overrides | None = None,
     **sampling: Any,
 ) -> Iterator[Answer]:
-    """Yield answers in the order of their prompts, each as soon as it and those before have ended.
+    """Yield answers in the order of their prompts, as soon as they and all before are complete.
 
     The arguments are those of :func:`generate`; ``environment`` has settings of its section.
     """

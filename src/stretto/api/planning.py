@@ -1,4 +1,4 @@
-"""A plan before a run: what a run's settings ask of GPUs, and where its roles best go."""
+"""Plans before a run: its needs on GPUs, and the best layout of its roles."""
 
 from __future__ import annotations
 
@@ -51,48 +51,49 @@ PLANNED = (
 )
 """Variants of the schedule among which a plan is searched."""
 _NO_FUNCTION = ("model", "environment")
-"""Kinds of reward sources that are no functions."""
+"""Kinds of reward sources that are not functions."""
 FUNCTION_S, PROMPT, MEDIAN, P95 = 0.001, 256, 0.15, 0.75
-"""Assumed: seconds that a reward function takes for a response; tokens of a prompt, on average; and
-median and 95th percentile of response lengths, as shares of the limit."""
+"""Assumed: seconds of a reward function per response, mean tokens of a prompt, and median and 95th
+percentile of response lengths as shares of the limit.
+"""
 EPISODES: Mapping[str, tuple[float, float]] = {
     "turns": (2, 4),
     "wait": (0.5, 5.0),
     "answer_tokens": (40, 160),
 }
-"""Assumed of episodes, by option."""
+"""Assumed values for episodes, by option."""
 EPISODE_WORDS = {
     "turns": "{:g} to {:g} turns",
     "wait": "answers after a median of {:g} s and a 95th percentile of {:g} s",
     "answer_tokens": "answers with a median of {:g} tokens and a 95th percentile of {:g}",
 }
 MINUTES = (0.75, 8.0)
-"""Minutes that a search may take, on up to 64 GPUs and on more."""
+"""Time limit of a search in minutes, for up to 64 GPUs and for more."""
 
 
 Tokens = Annotated[float, Field(gt=0, le=10**9)]
-"""Tokens of a text, on average."""
+"""Mean number of tokens of a text."""
 
 
 @dataclass
 class PlanOptions:
-    """What a plan is asked for, besides a run's settings.
+    """Options of a plan, in addition to a run's settings.
 
     Attributes:
         gpus: Number of GPUs; a plan uses all of them.
-        hardware: A file with the GPUs' figures, in place of --gpu.
-        model_shape: A known model, folder or config.json whose shape the actor has; empty:
+        hardware: A file with the GPUs' performance, instead of --gpu.
+        model_shape: A known model, folder or config.json whose shape the actor has. Default:
             model.name.
-        reward_shape: The same of the reward model; 'actor' for the actor's.
-        prompt_tokens: Tokens of a prompt, on average; 0 assumes some.
-        response_tokens: Median and 95th percentile of responses' tokens; else shares of the limit.
-            Of one turn's, where responses have several.
+        reward_shape: The same for the reward model; 'actor' for the actor's.
+        prompt_tokens: Mean tokens of a prompt; 0 assumes some.
+        response_tokens: Median and 95th percentile of response tokens, per turn in episodes.
+            Default: shares of the limit.
         turns: Fewest and most turns of a response, in episodes.
-        wait: Seconds until a turn is answered, by tools or an environment.
-        answer_tokens: Tokens of an answer.
-        like: A run whose lengths of prompts and responses are taken.
-        on_paper: Also plans that 'stretto train' cannot run, such as pipelines.
-        workers: Processes that simulate; 0: one a core.
+        wait: Seconds until tools or an environment answer a turn.
+        answer_tokens: Tokens of such an answer.
+        like: A run whose lengths of prompts and responses are used.
+        on_paper: Include plans that 'stretto train' cannot run, for example with pipelines.
+        workers: Processes that simulate; 0: one per core.
         minutes: Longest search; 0: 0.75 up to 64 GPUs, 8 beyond.
     """
 
@@ -115,7 +116,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plans that were found for a run, as it was simulated, and what was assumed of it."""
+    """The plans found for a run, its simulated specification, and the assumptions made."""
 
     config: Config
     spec: PlanSpec
@@ -124,8 +125,8 @@ class Plan:
 
 
 def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan:
-    """Search for the plans with the shortest steps; raises ConfigError if nothing fits."""
-    _hardware(options)  # refused before the simulator is loaded
+    """Search for the plans with the shortest steps. Raises ConfigError if nothing fits."""
+    _hardware(options)  # validate before loading the simulator
     checked(kinds(PlanOptions), vars(options))
     if options.gpus < 1:
         raise ConfigError(f"`gpus = {options.gpus}`: give 1 or more", "greater_than")
@@ -145,7 +146,7 @@ def _hardware(options: PlanOptions) -> Hardware:
 
 
 def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
-    """Return what runs, and what was assumed of it; ConfigError for an unknown model or GPU."""
+    """Return the simulated run and its assumptions. ConfigError for unknown models or GPUs."""
     from stretto.planner.candidates import PlanSpec
     from stretto.runtime.sim.cluster import Workload
     from stretto.runtime.sim.costs import SampleCost
@@ -184,7 +185,7 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
 
 
 def variants_of(own: ScheduleConfig) -> dict[str, ScheduleConfig]:
-    """Return the schedules that are tried, with the settings' own for what they leave open."""
+    """Return the schedules to try. Open settings are taken from the run's own schedule."""
     variants = {**VARIANTS, "async-overcommit": {"preset": "async", "overcommit": "auto"}}
     schedules = {name: schedule_of(own, name, variants) for name in PLANNED}
     return {
@@ -194,7 +195,7 @@ def variants_of(own: ScheduleConfig) -> dict[str, ScheduleConfig]:
 
 
 def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[str, Any]:
-    """Return the settings by which ``stretto train`` runs a plan; ConfigError if it cannot."""
+    """Return the settings with which ``stretto train`` runs a plan. ConfigError if it cannot."""
     from stretto.config.cluster import generator_names
     from stretto.planner.candidates import slots_of
     from stretto.runtime.placement import model_scorers
@@ -208,7 +209,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
         "schedule": {name: getattr(schedule, name) for name in REPLACED},
     }
     if config.pipeline.ranks:
-        data["pipeline"] = {"ranks": 0}  # these are of one process
+        data["pipeline"] = {"ranks": 0}  # they belong to one process
     if layout.gpus == 1:
         rollout = {"engines": 1, "slots": slots}
         return {"runtime": "inline", **data, "rollout": rollout, "cluster": {"processes": []}}
@@ -235,7 +236,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
 
 
 def check_writable(file: str | Path) -> None:
-    """Raise ConfigError if a file cannot be written; asked before a search."""
+    """Raise ConfigError, before a search, if a file cannot be written."""
     path = Path(file)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         problem = f"'{file}' cannot be written; name a file in a folder that is there"
@@ -243,7 +244,7 @@ def check_writable(file: str | Path) -> None:
 
 
 def check_trainable(config: Config, options: PlanOptions) -> None:
-    """Raise ConfigError if ``stretto train`` would refuse the settings of any plan of these."""
+    """Raise ConfigError if ``stretto train`` would refuse every plan for these settings."""
     if not config.task.name:
         raise ConfigError(
             "task.name is empty, and a written plan is one to train by; name a file "
@@ -261,12 +262,12 @@ def check_trainable(config: Config, options: PlanOptions) -> None:
 
 
 def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str, Any]) -> None:
-    """Write the settings of a candidate, for ``stretto train RECIPE --overrides FILE``, and those
-    that were ``also`` changed in the recipe. Raises ConfigError if ``stretto train`` cannot run the
-    candidate, or the file cannot be written.
+    """Write a candidate's settings for ``stretto train RECIPE --overrides FILE``, with the changes
+    of the recipe in ``also``. Raises ConfigError if ``stretto train`` cannot run the candidate, or
+    the file cannot be written.
     """
     data = changes.merged(also, settings_of(plan.config, candidate, plan.spec))
-    changes.changed(plan.config, data, "the plan")  # it is one that train takes
+    changes.changed(plan.config, data, "the plan")  # validates it for train
     text = f"# {candidate.layout.gpus} GPUs, by 'stretto plan'\n{tomli_w.dumps(data)}"
     try:
         Path(file).write_text(text, encoding="utf-8")
@@ -292,7 +293,7 @@ def _models(
             reward = (actor if name == "actor" else _shape(name)).valued()
         elif Path(name).is_dir():
             reward = _shape(name).valued()
-        else:  # looking for it on a hub would take minutes where there is no network
+        else:  # without a network, looking on the hub would take minutes
             reward = actor.valued()
             assumed.append(f"the reward model '{name}' has the actor's body (`reward_shape`)")
         if len(named) > 1:
@@ -347,7 +348,7 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
 
 
 def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episodes | None:
-    """Return the turns and waits that are planned for, where responses have several turns."""
+    """Return the turns and waits to plan for, ``None`` if responses have one turn."""
     from stretto.runtime.sim.episodes import Episodes
 
     given = {

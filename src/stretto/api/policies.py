@@ -1,4 +1,4 @@
-"""Models and policies of runs that answer one request after another, for chats and servers."""
+"""Models and policies of runs that answer requests, for chats and servers."""
 
 from __future__ import annotations
 
@@ -46,20 +46,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 4096
-"""Tokens of prompt and answer where the user names no limit, if the model has positions for them:
-keys and values take memory for as many."""
+"""Default limit of prompt and answer tokens, or the model's positions if fewer. It is bounded
+because the KV cache takes memory for as many tokens.
+"""
 
 
 @dataclass
 class Policy:
-    """A model that answers, and where newer weights of it come from.
+    """A model that answers, and the source of its newer weights.
 
     Attributes:
-        name: the model's or the run's, for people.
-        longest: tokens of prompt and answer, at most.
-        run: its checkpoints are the policy's weights; ``None`` for a model that stays as it is.
-        step: of the training, after which the newest weights were taken.
-        template_arguments: of the chat template, in every conversation.
+        name: display name of the model or run.
+        longest: token limit of prompt and answer.
+        run: the run whose checkpoints have the weights, ``None`` for a fixed model.
+        step: training step of the newest weights.
+        template_arguments: arguments of the chat template in every conversation.
     """
 
     name: str
@@ -73,12 +74,12 @@ class Policy:
     _channel: SharedChannel = field(repr=False)
 
     def newer(self) -> WeightsRef | None:
-        """Return a ticket for weights newer than the last ones, if a checkpoint has such."""
+        """Return a reference to weights newer than the last ones, if a checkpoint has any."""
         if self.run is None or checkpoint.newest(self.run.checkpoints) <= self.step:
             return None
         try:
             step, tensors = _read(self.run)
-        except (StateError, OSError):  # it was removed meanwhile, or is damaged: another will come
+        except (StateError, OSError):  # removed meanwhile, or damaged; another will follow
             return None
         if step <= self.step:
             return None
@@ -86,7 +87,7 @@ class Policy:
         return self.offer(tensors)
 
     def offer(self, tensors: dict[str, Tensor]) -> WeightsRef:
-        """Put trained weights into the channel; return the ticket for them."""
+        """Put trained weights into the channel. Return their reference."""
         named = dict(self._actor.named_parameters())
         new = {name: t.to(named[name].device, named[name].dtype) for name, t in tensors.items()}
         whole = {name: new.get(name, p.detach()) for name, p in named.items()}
@@ -99,8 +100,8 @@ class Policy:
 
 
 class Conversation:
-    """A conversation with a policy, through its chat template if it has one; else a text that it
-    and its user go on with in turns.
+    """A conversation with a policy, through its chat template. Without a template, user and model
+    continue one text in turns.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Conversation:
         system: str = "",
         tools: Tools | None = None,
     ) -> None:
-        """Begin one; ``rollout`` and ``seed`` say how answers are sampled."""
+        """Start a conversation. ``rollout`` and ``seed`` determine how answers are sampled."""
         self._policy, self._rollout, self._seed, self._tools = policy, rollout, seed, tools
         self._encoder = Encoder(policy.tokenizer, policy.template_arguments)
         self._turns, self._text, self._answers = list[Message](), "", 0
@@ -119,19 +120,19 @@ class Conversation:
         self.set_system(system)
 
     def set_system(self, text: str) -> None:
-        """Set the system message from now on, or none. Raises ConfigError without a template."""
+        """Set or remove the system message from now on. ConfigError without a chat template."""
         if text and not self._policy.tokenizer.chat_template:
             message = "the model has no chat template, and so no place for a system message"
             raise ConfigError(message, "no-chat-template")
         self._system = text
 
     def clear(self) -> None:
-        """Begin anew; the system message stays."""
+        """Start again. The system message stays."""
         self._turns, self._text = [], ""
 
     def answer(self, said: str) -> Generator[str, None, None]:
-        """Yield the answer as it comes. What has come of it stays if the generator is closed, or
-        interrupted. Raises EngineError where the model has no room for it.
+        """Yield the answer as it is generated. A partial answer stays in the conversation if the
+        generator is closed or interrupted. Raises EngineError if the context is too long.
         """
         row = TaskRow(self._text + said)
         if self._policy.tokenizer.chat_template:
@@ -201,18 +202,19 @@ def open_policy(
     seed: Seed = 0,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> Policy:
-    """Load a model, or the policy of a run: while it trains that of its newest checkpoint, else the
-    model that it has saved, else that of its last checkpoint. The engine is to be used on this
-    thread.
+    """Load a model or a run's policy. Use the engine on this thread only.
+
+    During training the policy is that of the newest checkpoint. Afterwards it is the saved model,
+    or that of the last checkpoint.
 
     Args:
-        rollout: engine, and slots.
-        max_model_len: tokens of prompt and answer; 0 takes :data:`LONGEST`, or what the model has.
-        follow: take the policy of checkpoints, or of the start where there is none yet.
+        rollout: engine and slots.
+        max_model_len: token limit of prompt and answer. 0 takes :data:`LONGEST`, or the model's.
+        follow: use the policy of checkpoints, or the initial one before the first.
 
     Raises:
-        ConfigError: there is no such run to follow, or no such device; an option is out of range.
-        ModelError: there is no such model.
+        ConfigError: the run to follow or the device is missing, or an option is out of range.
+        ModelError: the model is missing.
     """
     if max_model_len == 1:
         least = "a prompt and an answer are two tokens, at least"
@@ -242,7 +244,7 @@ def open_policy(
         if checkpoint.newest(run.checkpoints):
             step, tensors = _read(run)
     longest = _longest(actor, max_model_len)
-    rollout = rollout.model_copy(update={"max_new_tokens": 1})  # requests have limits of their own
+    rollout = rollout.model_copy(update={"max_new_tokens": 1})  # requests have their own limits
     task = TaskConfig(max_prompt_tokens=longest - 1)
     config = Config.model_construct(seed=seed, model=model, rollout=rollout, task=task)
     channel = SharedChannel()
@@ -268,7 +270,7 @@ def open_policy(
 
 
 def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config] | None:
-    """Return a run whose checkpoints have weights, and its settings. ``None`` for a model."""
+    """Return a run whose checkpoints to use, with its settings, or ``None`` to use a model."""
     folder = Path(name).expanduser()
     if is_known(name) or not (folder / "config.toml").is_file():
         if follow:
@@ -279,7 +281,7 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
     run = RunDirectory(folder)
     try:
         config = recipes.load(folder)
-    except ConfigError:  # the run of a command that trains by examples
+    except ConfigError:  # a run of supervised training
         if follow:
             raise
         return None

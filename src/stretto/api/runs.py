@@ -1,4 +1,4 @@
-"""Runs compared, shown and simulated, from Python; and the variants of a schedule by name."""
+"""Comparison, reports and simulation of runs from Python, and named variants of the schedule."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from stretto.runtime.sim.simulate import SimResult
 
 STOP_S, LOOK_S = 30.0, 0.5
-"""Seconds that an interrupted run gets to save its model, and between looks how far a run is."""
+"""Seconds for an interrupted run to save its model, and between checks of a run's progress."""
 
 WARMUP = "warmup.safetensors"
-"""File with the result of a seed's warm-up, kept while runs with that seed are to come."""
+"""File with the warmed-up weights of a seed, kept until its last run."""
 
 
 def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
-    """Return presets, each after what is left of it without one of its parts."""
+    """Return presets, each preceded by its ablations: the preset without one of its parts."""
     found: dict[str, dict[str, object]] = {}
     for name, preset in PRESETS.items():
         if preset.several_engines == several_engines:
@@ -51,7 +51,7 @@ def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
 
 
 ONE_ENGINE = _variants(several_engines=False)
-"""The variants that need no more than one engine."""
+"""Variants for a single engine."""
 
 OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
     "oppo-algorithm1": {"preset": "oppo", "overcommit_rule": "algorithm1"},
@@ -59,15 +59,15 @@ OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
     "oppo-delta4": {"preset": "oppo", "overcommit": 4},
     "oppo-delta8": {"preset": "oppo", "overcommit": 8},
 }
-"""Other rules for the delta of 'oppo', which by default follows 'equation4'."""
+"""Rules for the delta of 'oppo' other than its default 'equation4'."""
 
 VARIANTS: Mapping[str, Mapping[str, object]] = (
     ONE_ENGINE | _variants(several_engines=True) | OVERCOMMIT_RULES
 )
-"""Names for settings of the schedule."""
+"""Schedule settings by name."""
 
 REPLACED = ("preset", *KNOBS)
-"""Settings that every variant replaces in the recipe, by the default if it names no value."""
+"""Settings of the recipe that every variant replaces, with the default if it names no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Job:
 
 
 def config_of_job(config: Config, job: Job, out: str) -> Config:
-    """Return the settings of one run, whose checkpoints are those that a recipe counts in steps."""
+    """Return the settings of one run. It only writes checkpoints that a recipe counts in steps."""
     data = config.model_dump()
     data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
     data["observe"] |= {"progress": "plain", "checkpoint_minutes": 0.0}
@@ -105,9 +105,11 @@ def report(
     *,
     step: NonNegativeInt = 0,
 ) -> Path:
-    """Write a page of runs, to be opened in a browser, and return its file; what ``stretto report``
-    does. Runs that can be told apart on it are also predicted from their own records. The first is
-    what the others are compared with; without a ``step``, the timeline is of one from the middle.
+    """Write an HTML page of runs and return its file, like ``stretto report``.
+
+    The first run is compared with the rest. If they are few enough to be distinguished on the page,
+    runs are also predicted from their own records. ``step`` selects the timeline, by default one
+    from the middle.
     """
     from stretto.planner.replay import predicted
 
@@ -128,15 +130,14 @@ def compare(
     target: Number | None = None,
     **changes: Any,
 ) -> Comparison:
-    """Run the same training under several schedules, one run after the other in this process; what
-    ``stretto compare`` does in processes of their own. The result has a ``table()`` for people and
-    ``data()`` for programs.
+    """Run the same training under several schedules, one run after the other in this process.
+    ``stretto compare`` does so in separate processes. The result has ``table()`` and ``data()``.
 
     Args:
         settings, changes: as in :func:`train`.
-        variants: presets of the schedule, or settings of the schedule by a name for them.
-        seeds: each variant runs with each.
-        target: reward to be reached; without it, most of the way that the first variant goes.
+        variants: presets of the schedule, or schedule settings by name.
+        seeds: seeds that each variant runs with.
+        target: reward to reach. Default: most of the first variant's gain.
     """
     from stretto.assembly.models import Overrides
 
@@ -147,7 +148,7 @@ def compare(
         Job(name, seed): changed(base, {"seed": seed, "schedule": dict(variants[name])})
         for seed in seeds
         for name in variants
-    }  # all of them are checked before the first one starts
+    }  # all are checked before the first one starts
     outcomes = []
     Path(base.out).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
@@ -161,7 +162,7 @@ def compare(
 
 @in_python
 def simulate(cluster: Cluster, *, seed: Seed = 0) -> SimResult:
-    """Run a schedule on a cluster in virtual time; what ``stretto compare --sim`` does."""
+    """Run a schedule on a cluster in virtual time, like ``stretto compare --sim``."""
     from stretto.planner.formulas import priced
     from stretto.runtime.sim.cluster import Cluster
     from stretto.runtime.sim.simulate import simulate as run
@@ -173,12 +174,12 @@ def simulate(cluster: Cluster, *, seed: Seed = 0) -> SimResult:
 
 
 class Trainings:
-    """The runs of a comparison in their order, each a ``stretto train`` in a process of its own.
+    """Runs the trainings of a comparison, each as ``stretto train`` in its own process.
 
-    Those with one seed have a folder in ``folder``, and share a warm-up.
+    Runs of one seed have a folder in ``folder`` and share a warm-up.
 
     Attributes:
-        folders: of the runs that took all their steps.
+        folders: folders of the complete runs.
     """
 
     def __init__(self, config: Config, jobs: Iterable[Job], folder: Path) -> None:
@@ -187,10 +188,10 @@ class Trainings:
         self._last = {job.seed: job for job in jobs}
 
     def run(self, job: Job, advance: Advance = unseen) -> VariantResult | str:
-        """Train to the end; return a message where the run failed.
+        """Train to the end. Return a message if the run failed.
 
-        What it prints goes into a log beside its folder, as one that fails early leaves no folder.
-        A KeyboardInterrupt of this process ends the run in order, or kills it.
+        Its output goes into a log next to its folder, because an early failure leaves no folder. A
+        KeyboardInterrupt of this process stops the run in order, or kills it.
         """
         out = self._folder / f"seed{job.seed}"
         out.mkdir(exist_ok=True)
@@ -224,12 +225,13 @@ class Trainings:
 
 
 def run_command(command: Sequence[str], log: Path) -> int:
-    """Run to the end, and return the exit status; Ctrl-C and what stands for it stop the command
-    and are passed on. It ends with this process too, however that ends."""
-    ours, theirs = os.pipe()  # nothing is said there: it closes when this process ends
+    """Run a command and return its exit status. Ctrl-C and ending signals stop it and are raised.
+    The command also ends with this process, however that ends.
+    """
+    ours, theirs = os.pipe()  # never written to: it closes when this process ends
     with os.fdopen(ours, "rb") as read, os.fdopen(theirs, "wb"), log.open("wb") as stream:
-        # In a process group of its own: the terminal would send Ctrl-C to both, and the second
-        # one, from here, would cut off what the run does to end in order.
+        # In its own process group, because the terminal would send Ctrl-C to both, and the second
+        # one, from here, would abort the run's orderly end.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -22,21 +22,20 @@ RESUMABLE = (
     *("steps", "minutes", "threads", "runtime", "cluster", "observe", "pipeline"),
     *("training.ratio_tolerance", "reward.on_failure", "reward.timeout_s"),
 )
-"""Settings and sections that a resumed run may change; any other would make it a different run."""
+"""Settings and sections that a resumed run may change. Others would make it a different run."""
 
 
 @in_python
 def load_recipe(name: str | Path, **changes: Any) -> Config:
     """Return the settings of a packaged recipe, a ``.toml`` file or a run's folder, changed as in
-    :func:`train`. Raises ConfigError for an unknown recipe or setting, and a value out of range.
+    :func:`train`. Raises ConfigError for unknown recipes or settings and invalid values.
     """
     return changed(recipes.load(name, checked=False), changes, start=str(name))
 
 
 def changed(config: S, *changes: Mapping[str, Any], where: str = "settings", start: str = "") -> S:
-    """Return settings with some of them changed, as :mod:`stretto.api` says, the later ones last;
-    see :func:`stretto.config.changes.changed` for what goes with them, and for ``where`` and
-    ``start``.
+    """Return changed settings. The keys are as in :mod:`stretto.api`, and later changes win. See
+    :func:`stretto.config.changes.changed` for dependent settings, ``where`` and ``start``.
     """
     nested: dict[str, Any] = {}
     for key, value in (item for some in changes for item in some.items()):
@@ -47,7 +46,7 @@ def changed(config: S, *changes: Mapping[str, Any], where: str = "settings", sta
 
 
 def check_resumable(before: Config, after: Config) -> None:
-    """Refuse changes that would make a resumed run another one."""
+    """Raise ConfigError for changes that would make a resumed run a different one."""
     for key in recipes.setting_names():
         old, new = attrgetter(key)(before), attrgetter(key)(after)
         if old != new and not {key, key.partition(".")[0]} & {*RESUMABLE}:
@@ -71,15 +70,15 @@ def config_of(settings: Settings) -> Config:
 
 
 def settled(config: R, say: Callable[[str], object]) -> R:
-    """Return a run's settings with what those that are left open take here, and say why.
+    """Return a run's settings with open ones resolved for this machine. Report the reasons.
 
-    These are ``model.dtype``, and on GPUs ``rollout.engine`` and what the memory plan chooses. Kept
-    with the run, they are the same when the run is resumed or repeated.
+    These are ``model.dtype``, and on GPUs ``rollout.engine`` and the choices of the memory plan.
+    They are saved with the run, so that a resumed or repeated run has the same.
     """
     from stretto.models.backend import fastest_dtype, pick_device
 
     cluster_gpus = _cluster_gpus(config) if isinstance(config, Config) else None
-    elsewhere = bool(cluster_gpus) and not usable_gpus()  # as of a cluster's head
+    elsewhere = bool(cluster_gpus) and not usable_gpus()  # for example on a cluster's head node
     device = pick_device("cpu" if elsewhere else config.model.device)
     if elsewhere and config.model.dtype == "auto":
         say("model.dtype = auto takes bfloat16: the run works on GPUs of other machines")
@@ -117,8 +116,8 @@ def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:
 
 
 def model_of(model: str | Path, settings: Settings, own: str) -> str:
-    """Return ``model``, or else the run that ``settings`` is, whose folder stands for its trained
-    model, or else the settings' ``own`` model.
+    """Return ``model`` if given, else the run's folder if ``settings`` is one (its trained model),
+    else the settings' ``own`` model.
     """
     if model:
         return str(model)
@@ -128,16 +127,16 @@ def model_of(model: str | Path, settings: Settings, own: str) -> str:
 
 
 def trained_with(model: str | Path, settings: Settings, config: Config) -> Config:
-    """Return the settings that a measured model was trained with, or is to be.
+    """Return the settings that an evaluated model was or will be trained with.
 
-    For the model of a run these are the run's. For others they are ``config``, which it is measured
-    with, but for rows named in place of the settings' own: these are only measured on.
+    For the model of a run these are the run's. Otherwise they are ``config``, but with the original
+    rows if others were named for the evaluation.
     """
     folder = Path(model or settings if isinstance(settings, str | Path) else model).expanduser()
     if (folder / "config.toml").is_file():
         try:
             return recipes.load(folder)
-        except ConfigError:  # the run of a command that trains by examples
+        except ConfigError:  # a run of supervised training
             return config
     start = config_of(settings).task
     same = (config.task.name, config.task.split) == (start.name, start.split)

@@ -1,4 +1,4 @@
-"""Schedules compared in virtual time, without models."""
+"""Compares schedules in virtual time, without models."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The cluster of each run of a comparison, and the seed of a run that is replayed."""
+    """The cluster of each run of a comparison, and the seed of a replayed run."""
 
     cluster_of: Callable[[Job], Cluster]
     seed: int | None = None
 
     def asked(self, job: Job, steps: int = 0) -> Cluster:
-        """Return the cluster of one run, of so many steps (0: its own); ConfigError for a fault."""
+        """Return the cluster of one run of ``steps`` (0: its own). ConfigError if invalid."""
         cluster = self.cluster_of(job)
         changed = {"seed": job.seed, "steps": steps or cluster.workload.steps}
         workload = {**dict(cluster.workload), **changed}
@@ -38,7 +38,7 @@ class Simulation:
         from stretto.runtime.sim.simulate import simulate
 
         result = simulate(cluster, advance=advance)
-        # A replay's devices stand for workers of a process, of which some schedules have more.
+        # In a replay, devices are workers of a process, and some schedules have more of them.
         replayed = self.seed is not None
         in_all = {} if replayed else {ALL_DEVICES: fmean(result.device_utilisation)}
         return VariantResult(
@@ -52,7 +52,7 @@ class Simulation:
 
 
 def described(file: str) -> Simulation:
-    """Simulate on a described cluster; raises ConfigError if the description is wrong."""
+    """Simulate on a described cluster. Raises ConfigError if the description is invalid."""
     from stretto.planner.formulas import priced
     from stretto.runtime.sim.cluster import Cluster
 
@@ -69,8 +69,8 @@ def recorded(folder: str, placement: str = "") -> Simulation:
     """Simulate on a run's records: its costs, response lengths and seed.
 
     ``runtime``, ``[cluster]`` and ``rollout.engines`` of the ``placement`` (a recipe, a file, or
-    another run's folder) take the place of the run's. Raises ConfigError if that is impossible,
-    StateError if the run has recorded too little.
+    another run's folder) replace those of the run. Raises ConfigError if that is impossible,
+    StateError if the run recorded too little.
     """
     from stretto.planner.replay import Recording
 

@@ -1,4 +1,4 @@
-"""Runs from Python: how they begin and are executed, for commands too, and training by keyword."""
+"""Starts and executes runs, also for commands, and trains by keyword arguments."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ C = TypeVar("C", SftConfig, RewardModelConfig)
 Function: TypeAlias = Callable[..., Any]
 
 _FEW_TOKENS, _FEW_SLOTS = 256, 4
-"""Tokens of a pass and rollouts in slots below which less is not worth proposing."""
+"""Tokens per pass and slots below which the out-of-memory advice proposes no less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun(Generic[R]):
-    """A run that has its folder, and has not been executed.
+    """A run with a folder that has not been executed yet.
 
     Attributes:
-        resuming: whether it goes on from the newest checkpoint in its folder.
-        task: the one that the settings name, where it was opened to be checked.
-        gives_objects: whether the call that resumes the run gives its ``overrides`` again.
+        resuming: whether it continues from the newest checkpoint in its folder.
+        task: the settings' task, if a check has opened it.
+        gives_objects: whether the call that resumes the run passes its ``overrides`` again.
     """
 
     config: R
@@ -83,8 +83,8 @@ class Begun(Generic[R]):
 def begin(
     config: R, name: str = "run", *, resume: str | Path = "", overrides: Overrides | None = None
 ) -> Begun[R]:
-    """Look for what would fail (:mod:`stretto.checks`), and make the folder of a run (``name`` and
-    a number in ``config.out``), or open the folder ``resume`` of the run that it goes on with.
+    """Check for causes of failure (:mod:`stretto.checks`), then create the folder of a run
+    (``name`` and a number in ``config.out``) or open ``resume``, the folder of a run to continue.
     """
     run_dir, folder = None, Path(config.out)
     if not isinstance(config, RewardModelConfig) and (overrides is None or overrides.actor is None):
@@ -120,12 +120,10 @@ def execute(
 def execute(
     run: Begun[Any], *, progress: Progress | None = None, on_step: OnStep | None = None
 ) -> Any:
-    """Execute a run that was begun: display, training, and where the results are; see
-    :func:`train` for what it raises.
+    """Execute a run, with display and a report of the results. For errors see :func:`train`.
 
-    A new folder is removed again if the run ends before its first step. The settings of a run that
-    is resumed are written into its folder; one that has ended already is not executed, and its
-    result is returned at once.
+    A new folder is removed if the run ends before its first step. A resumed run's settings are
+    written into its folder. If it is complete, its result is returned at once.
     """
     config, run_dir = run.config, run.run_dir
     if on_step is not None and not callable(on_step):
@@ -152,7 +150,7 @@ def execute(
 
             checkpoint.require(run_dir.checkpoints)
         try:
-            with stack:  # a folder that is removed is let go of first
+            with stack:  # unlock the folder before it is removed
                 result = _train(run, display, on_step)
         except BaseException:
             _leave(run, display)
@@ -178,11 +176,11 @@ def _train(run: Begun[Any], display: Progress, on_step: OnStep | None) -> Any:
         from stretto.assembly.models import NO_OVERRIDES
 
         actor = overrides.actor if overrides else None
-        if actor is None:  # else the model has a type of its own
+        if actor is None:  # otherwise the model has its own dtype
             config = settled(config, lines.append)
             if lines:
                 run_dir.save_config(config)
-            o = overrides  # models among them are not looked at
+            o = overrides  # models in them are not checked
             objects = o and (o.critic or o.reference or o.reward_models)
             if isinstance(config, Config) and (config.runtime == "inline" or not objects):
                 lines += fitting.RunMemory(config).check_devices()
@@ -235,7 +233,7 @@ def _opening(
 
 @contextmanager
 def _memory_explained(model: ModelConfig, tokens: int, slots: int) -> Iterator[None]:
-    """Raise OutOfMemoryError, with what a run can do about it, in place of torch's or Python's."""
+    """Replace torch's and Python's memory errors by OutOfMemoryError with remedies."""
     try:
         yield
     except Exception as error:
@@ -265,10 +263,8 @@ def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
 
 
 def _leave(run: Begun[Any], display: Progress) -> None:
-    """Name the folder of a run that was stopped, and how to resume it; remove the folder if the run
-    never took a step.
-
-    A failure here, for example because the terminal is gone, must not hide what stopped the run.
+    """Report a stopped run's folder and how to resume it. Remove the folder if the run never took a
+    step. A failure here, for example of a closed terminal, must not hide the original error.
     """
     run_dir = run.run_dir
     with suppress(OSError, ValueError, StateError):
@@ -311,35 +307,33 @@ def train(
     on_step: OnStep | None = None,
     **changes: Any,
 ) -> TrainResult:
-    """Train a model with reinforcement learning; what ``stretto train`` does.
+    """Train a model with reinforcement learning, like ``stretto train``.
 
-    Whatever ends the run after its first step: what was learned is saved, and in the model. Raises
-    a StrettoError where a setting, a model, a dataset, a reward function, the numbers or the disk
-    are at fault, or another process is at work in the folder; KeyboardInterrupt for Ctrl-C, or as
-    :class:`stretto.signals.Terminated` for the signals of ``stretto.signals.ENDING``.
+    If the run ends early after its first step, the trained weights are saved, and in the model.
+    Raises a StrettoError for invalid settings, models, datasets, reward functions or numbers, disk
+    errors, and if another process uses the folder. Raises KeyboardInterrupt for Ctrl-C, or its
+    subclass :class:`stretto.signals.Terminated` for the signals of ``stretto.signals.ENDING``.
 
     Args:
         settings: a ``Config``, a recipe's name, a ``.toml`` file or a run's folder.
-        reward: a function with TRL's, OpenRLHF's or verl's parameters, which is called in this
-            process; a class or object that scores chunk by chunk (docs/rewards.md); a source as
-            ``reward.sources`` takes it; or several of these, which are summed. They take the place
-            of the settings' sources. A mapping changes the section instead.
+        reward: a function with TRL's, OpenRLHF's or verl's parameters, called in this process; a
+            class or object that scores chunk by chunk (docs/rewards.md); a source of
+            ``reward.sources``; or several of these, which are summed. They replace the sources in
+            the settings. A mapping changes the section instead.
         dataset: rows, or the name of a file, a folder or a hub dataset. Rows are mappings of plain
-            data, or prompts alone; a DataFrame; or a DatasetDict, of which ``task.split`` is read.
-            They are kept in the run's folder.
-        task: prompts as an object; what scores them is ``reward``. A mapping changes the section
-            instead.
+            data or just prompts, a DataFrame, or a DatasetDict (``task.split`` is read). They are
+            copied into the run's folder.
+        task: prompts as an object, scored by ``reward``. A mapping changes the section instead.
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
         tools: functions that the policy may call between turns, in this process.
-        environment_factory: makes what answers the policy's turns, in any shape of
-            ``environment.sources``, in this process; a dict of several, one of which the column
-            ``environment`` chooses.
-        progress: a display; without one what ``observe.progress`` says.
+        environment_factory: makes environments of any kind in ``environment.sources``, in this
+            process. In a dict of several, a row's column ``environment`` selects one.
+        progress: a display. The default follows ``observe.progress``.
         on_step: called after each step with its number and metrics. If it returns ``"stop"``, the
-            run ends in order: with a checkpoint, the model saved, and a result. ``"save"`` asks for
+            run ends in order, with a checkpoint, the saved model and a result. ``"save"`` requests
             a checkpoint.
-        changes: of settings, as :mod:`stretto.api` says.
+        changes: changes of settings, as in :mod:`stretto.api`.
     """
     config = settings if isinstance(settings, Config) else recipes.load(settings, checked=False)
     overrides, implied = _overrides(reward, task, model, tokenizer)
@@ -388,15 +382,15 @@ def resume(
     on_step: OnStep | None = None,
     **changes: Any,
 ) -> TrainResult:
-    """Go on with a run from its newest checkpoint; what ``stretto train --resume`` does.
+    """Continue a run from its newest checkpoint, like ``stretto train --resume``.
 
-    Raises ConfigError where it is no run's folder or another setting is changed, StateError where
-    it holds no checkpoint that is whole, StorageError where another process is at work in it.
+    Raises ConfigError if the folder is not a run's or a fixed setting changes, StateError without
+    an undamaged checkpoint, and StorageError if another process uses the folder.
 
     Args:
-        run: its folder. A run that was given objects cannot be resumed by its folder alone.
-        progress, on_step, changes: as in :func:`train`; of the settings, those in
-            :data:`RESUMABLE`.
+        run: its folder. A run with objects cannot be resumed from its folder alone.
+        progress, on_step, changes: as in :func:`train`. Only settings in :data:`RESUMABLE` may
+            change.
     """
     before = recipes.load(RunDirectory.open(run).config_file)
     resumed = begin(changed(before, changes), resume=run)
@@ -407,11 +401,11 @@ def resume(
 def sft(
     settings: SftConfig | str | Path = "", *, progress: Progress | None = None, **changes: Any
 ) -> SftResult:
-    """Fine-tune a language model on demonstrations; what ``stretto sft`` does.
+    """Fine-tune a language model on demonstrations, like ``stretto sft``.
 
     Args:
-        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder. Without them
-            the defaults.
+        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder. Default: the
+            default settings.
         progress, changes: as in :func:`train`.
     """
     return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)
@@ -424,7 +418,7 @@ def train_reward_model(
     progress: Progress | None = None,
     **changes: Any,
 ) -> RewardModelResult:
-    """Train a reward model on pairs of a better and a worse response; what ``stretto reward`` does.
+    """Train a reward model on pairs of a better and a worse response, like ``stretto reward``.
 
     Args:
         settings, progress, changes: as in :func:`sft`.
@@ -508,7 +502,7 @@ def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
         if task.split not in dataset:
             raise no_split("dataset", task.split, dataset)
         dataset = dataset[task.split]
-    if hasattr(dataset, "itertuples"):  # a DataFrame, whose NaN are cells without a value
+    if hasattr(dataset, "itertuples"):  # a DataFrame, in which NaN are empty cells
         dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
     try:
         rows = iter(dataset)
@@ -523,7 +517,7 @@ def _rows_of(dataset: Any, task: TaskConfig) -> Iterator[Mapping[str, Any]]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
-    """Write rows to a file, which the run's reward functions and a resumed run read."""
+    """Write rows to a file, for the run's reward functions and a resumed run."""
     lines = []
     for number, row in enumerate(rows):
         try:
