@@ -1,7 +1,7 @@
-"""One recipe = one typed object. Every setting stands in this package, with its help.
+"""Settings with their help: one recipe is one typed object.
 
-Components get the sections that they read; nothing else reads settings. Contradictions are refused
-here, at construction, before anything heavy is loaded.
+Components get the sections that they read. Contradictions are refused at construction, before
+anything heavy is loaded. No other code reads settings.
 """
 
 from stretto.config.algorithm import AlgorithmConfig

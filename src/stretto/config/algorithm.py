@@ -1,4 +1,4 @@
-"""The algorithms and what they need of a run, and the settings of the losses. No torch."""
+"""Algorithms with their requirements, and settings of the losses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from stretto.config.sections import (
 )
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
-"""Ways to reduce losses of tokens to one: :func:`~stretto.algorithms.reductions.token_weights`."""
+"""Reductions of token losses: :func:`~stretto.algorithms.reductions.token_weights`."""
 Estimator = Literal["k1", "k2", "k3"]
-"""Estimators of a KL from samples: :func:`~stretto.algorithms.kl.kl_estimate`."""
+"""Estimators of the KL from samples: :func:`~stretto.algorithms.kl.kl_estimate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """The needs of an algorithm, and the settings that it reads.
+    """Requirements of an algorithm, and the settings that it reads.
 
     Attributes:
         settings: dotted names of the settings that this algorithm reads and some others do not.
-        critic: whether it learns a value model.
-        group: least number of responses to one prompt.
-        kl_in: where the KL to the reference enters; ``implicit``: its loss is made of it.
-        aggregation: of losses of tokens, for 'auto'; ``None`` for losses of whole responses.
+        critic: whether it trains a value model.
+        group: minimum number of responses per prompt.
+        kl_in: where the KL to the reference enters. ``implicit``: its loss consists of it.
+        aggregation: reduction of token losses for 'auto'. ``None`` for losses of full responses.
         ratio: whether the gradient of its loss depends on the old policy.
-        corrects: whether its loss can carry importance weights.
+        corrects: whether its loss supports importance weights.
         per_group: whether it trains on one pair, or on one response, of each group.
     """
 
@@ -81,11 +81,11 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = {
     "online-dpo": AlgorithmSpec(kl_in="implicit", aggregation=None, corrects=False, per_group=True),
     "best-of-n": AlgorithmSpec(aggregation="token_mean", corrects=False, per_group=True),
 }
-"""All algorithms, in the order in which the help lists them."""
+"""All algorithms, in the order of the help."""
 
 
 class AlgorithmConfig(Section):
-    """The algorithm: its loss, its advantages, and the KL that holds the actor to the reference."""
+    """The algorithm: its loss, its advantages, and the KL between actor and reference."""
 
     name: one_of(*ALGORITHMS) = "ppo"  # type: ignore[valid-type]
     """The loss (docs/algorithms.md). 'file.py:name' or 'package.module:name' is an algorithm of your own."""
@@ -94,62 +94,62 @@ class AlgorithmConfig(Section):
     lam: Fraction = 0.95
     """GAE's lambda."""
     clip: Positive = 0.2
-    """Clip the policy ratio to the range from 1 - clip to 1 + clip. Losses of whole responses clip the ratio of whole responses."""
+    """Clip the policy ratio to the range from 1 - clip to 1 + clip. Losses of full responses clip the ratio of full responses."""
     clip_high: NonNegative = 0.0
-    """Upper end of that range, 1 + clip_high, if another than 1 + clip (DAPO's clip-higher); 0 takes clip."""
+    """Upper end of that range, 1 + clip_high, if different from 1 + clip (DAPO's clip-higher); 0 takes clip."""
     dual_clip: NonNegative = 0.0
-    """Largest policy ratio where the advantage is negative (dual-clip PPO: verl's clip_ratio_c, TRL's delta), above 1 + clip_high; 0 is off."""
+    """Largest policy ratio for negative advantages (dual-clip PPO: verl's clip_ratio_c, TRL's delta), above 1 + clip_high; 0 is off."""
     value_clip: NonNegative = 0.2
     """Clip values to this distance from the old ones; 0 is off."""
     kl_coef: NonNegative = 0.05
-    """beta: weight of the KL to the reference; 0 leaves the reference out. In losses that are made of the KL, their beta."""
+    """beta: weight of the KL to the reference; 0 disables the reference. In losses that consist of the KL, their beta."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
-    """Place of the KL. reward: subtracted from the reward, token by token. loss: a term of the loss. auto: the algorithm's own (for some, the loss is made of the KL)."""
+    """Place of the KL. reward: subtracted from the reward of each token. loss: a term of the loss. auto: the algorithm's own (for some, the loss consists of the KL)."""
     kl_estimator: Literal["auto", Estimator] = "auto"
-    """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward; k3 in the loss, where k1's gradient has mean zero."""
+    """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward, k3 in the loss, because k1's gradient has mean zero there."""
     use_bias_correction_kl: bool = False
     """Multiply the KL in the loss by the policy ratio, which makes its gradient unbiased (DeepSeek-V3.2)."""
     kl_target: NonNegative = 0.0
     """Adapt beta towards this KL (nats a response); 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
-    """Responses over which the adaptive beta moves."""
+    """Number of responses over which beta adapts."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     entropy_aggregation: Literal["auto", "token_mean"] = "auto"
     """Averaging of the entropy bonus. auto: like the policy loss (verl). token_mean: over all tokens, whatever the loss averages (TRL)."""
     whiten_advantages: bool = True
-    """Bring advantages to mean 0 and variance 1 over the batch's response tokens."""
+    """Normalise advantages to mean 0 and variance 1 over the batch's response tokens."""
     whiten_rewards: bool = False
-    """Bring per-token rewards to variance 1, keeping their mean."""
+    """Scale per-token rewards to variance 1, keeping their mean."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the rewards of their group, or of the whole batch. none: Dr. GRPO."""
+    """Divide advantages by the standard deviation of the rewards in their group or batch. none: Dr. GRPO."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    """Way from several reward sources to advantages. sum_then_normalize: compare their weighted sum within the group. normalize_then_sum: normalise each source in its group, and then the weighted sum of these over the batch (GDPO)."""
+    """How several reward sources become advantages. sum_then_normalize: compare their weighted sum within the group. normalize_then_sum: normalise each source in its group, and then their weighted sum over the batch (GDPO)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Policy ratios of single tokens, or of a whole response: the geometric mean of its tokens' ratios (GSPO)."""
+    """Policy ratios of tokens, or of responses: the geometric mean of their tokens' ratios (GSPO)."""
     mask_truncated_completions: bool = False
-    """Leave responses that hit the token limit out of the losses and of their means; they still count in their group's mean reward."""
+    """Exclude responses that hit the token limit from the losses and their means. They still count in their group's mean reward."""
     aggregation: Literal["auto", Aggregation] = "auto"
     """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over each response, then over responses. sequence_sum: sum over each response, then mean over responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
     old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
-    """The policy that ratios are taken to. behaviour: the one that sampled, token by token, with the engine's log-probs. proximal: the learner's own before the step (decoupled PPO; a forward pass more where a step is several updates). auto: behaviour, but in bfloat16 and where a step is one update, responses of the learner's present weights take the learner's own log-probs, which are free and make their ratio 1."""
+    """The old policy of the ratios. behaviour: the one that sampled each token, with the engine's log-probs. proximal: the learner's own before the step (decoupled PPO; an additional forward pass if a step has several updates). auto: behaviour, but in bfloat16 with one update per step, responses of the learner's current weights take the learner's own log-probs, which are free and make their ratio 1."""
     correction: Literal["off", "truncate", "mask"] = "off"
     """Importance weights, proximal over behaviour policy, on the advantages: cut off at correction_cap, or 0 outside 1 / cap to cap. Needs old_policy = proximal."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Importance weights of single tokens or of whole responses."""
+    """Importance weights of tokens or of full responses."""
     correction_cap: Positive = 2.0
     """Largest importance weight."""
 
     @property
     def is_outside(self) -> bool:
-        """Whether the name is an import path, not one of ALGORITHMS."""
+        """Whether the name is an import path instead of one of ALGORITHMS."""
         return self.name not in ALGORITHMS
 
     @property
     def definition(self) -> AlgorithmSpec:
-        """The needs of the algorithm. Imports the user's own code, and with it torch."""
+        """The algorithm's requirements. Imports the user's own code, and with it torch."""
         if self.is_outside:
             algorithm: AlgorithmSpec = outside.load(self.name, "algorithm.name", AlgorithmSpec)
             return algorithm
@@ -177,7 +177,7 @@ class AlgorithmConfig(Section):
 
     @property
     def of_whole_responses(self) -> bool:
-        """Whether the loss takes the ratio of a whole response, an episode's for all its samples."""
+        """Whether the loss uses the ratio of a full response (for an episode: of all samples)."""
         levels = self.importance_sampling_level, self.correction != "off" and self.correction_level
         return self.definition.aggregation is None or "sequence" in levels
 
@@ -186,7 +186,7 @@ class AlgorithmConfig(Section):
         return self.kl_coef > 0
 
     def rules(self, broken: Rules) -> None:
-        """Check the settings, except those of the user's own code, which must be imported first."""
+        """Check the settings, except for the user's own algorithm, which must be imported first."""
         if not self.is_outside:
             self.algorithm_rules(broken)
 
@@ -251,7 +251,7 @@ class AlgorithmConfig(Section):
 
 
 def _add_algorithms_to_help() -> None:
-    """Name in the help the algorithms that read a setting, and the meaning of 'auto' for each."""
+    """Add to the help which algorithms read a setting, and their meaning of 'auto'."""
     differing = {
         "name": ("rollout.samples_per_prompt: at least", "group"),
         "kl_in": ("That is", "kl_in"),

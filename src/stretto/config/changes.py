@@ -1,8 +1,8 @@
-"""Settings with some of them changed: by a file, by options, by arguments of a function.
+"""Changes of settings by a file, by options or by arguments of a function.
 
-One rule holds for all three. What belonged to the part that a change replaces goes with it: the rows
-of a task take their number, split and held-out rows along, and a task of another kind the rest of
-its section, so that a user need not take back settings that only the recipe gave.
+All three follow one rule: settings that belong to a replaced part are reset, so that users need not
+undo settings of the recipe. New rows of a task reset their number, split and held-out rows, and a
+task of another kind resets the rest of its section.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["changed", "difference", "merged", "read"]
 S = TypeVar("S", bound=Section)
 
 OF_ANY_TASK = ("chat", "max_prompt_tokens")
-"""Settings of a task that stay when its kind is changed: they belong to the model."""
+"""Task settings that stay if its kind changes, because they belong to the model."""
 OF_THE_ROWS = ("size", "held_out")
-"""Settings of a task that belong to its rows."""
+"""Task settings that belong to its rows."""
 
 
 def changed(config: S, changes: Mapping[str, Any], where: str, start: str = "") -> S:
-    """Return settings with ``changes``, nested as in TOML, in their place.
+    """Return settings with ``changes``, which are nested as in TOML.
 
-    Lists and tables that are values, such as ``task.settings``, are replaced as a whole. Raises
-    ConfigError as :func:`~stretto.config.recipes.build`; messages say ``where`` changes come from,
-    or ``start``, where the settings to change are at fault by themselves.
+    Lists and tables that are values, for example ``task.settings``, are replaced completely. Raises
+    ConfigError as :func:`~stretto.config.recipes.build`. Messages name the source ``where`` of the
+    changes, or ``start`` if the original settings are invalid.
     """
     data = config.model_dump()
     if isinstance(config, Config):
@@ -45,7 +45,7 @@ def changed(config: S, changes: Mapping[str, Any], where: str, start: str = "") 
 
 
 def _refuse_same(config: Section, fault: str, start: str) -> None:
-    """Raise ConfigError for settings that have a fault already without changes."""
+    """Raise ConfigError if the unchanged settings already have this fault."""
     try:
         build(config.model_dump(), start, type(config))
     except ConfigError as error:
@@ -56,13 +56,13 @@ def _refuse_same(config: Section, fault: str, start: str) -> None:
 def merged(
     base: Mapping[str, Any], changes: Mapping[str, Any], section: type[Section] = Config
 ) -> dict[str, Any]:
-    """Return the data of a section with changes in their place, section by section."""
+    """Return a section's data with changes merged in, section by section."""
     both = dict(base)
     for key, value in changes.items():
         inner = subsection(section, key)
         if inner and isinstance(value, Mapping):
             former = both.get(key, {})
-            # What is no section stays, for the check of all settings to refuse it.
+            # A value that is no section stays, so that validation refuses it.
             value = merged(former, value, inner) if isinstance(former, Mapping) else former
         both[key] = value
     return both
@@ -84,7 +84,7 @@ def _difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, A
 
 
 def _drop_former(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Set to their defaults what belongs to a task, or to rows, that changes replace."""
+    """Reset settings that belong to a task or rows that changes replace."""
     named, task = changes.get("task"), data["task"]
     if not isinstance(named, Mapping):
         return
@@ -92,7 +92,7 @@ def _drop_former(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
         data["task"] = {**{key: task[key] for key in OF_ANY_TASK}, "name": ""}
         columns = named.get("columns", {})
         if named["kind"] == "dataset" and not any(map(columns.get, ("answer", "demonstration"))):
-            data["warmup_examples"] = 0  # it is made from the former task's answers
+            data["warmup_examples"] = 0  # derived from the former task's answers
     elif any(key in named and named[key] != task[key] for key in ("name", "split")):
         dropped = OF_THE_ROWS if "split" in named else (*OF_THE_ROWS, "split")
         data["task"] = {key: value for key, value in task.items() if key not in dropped}

@@ -1,9 +1,8 @@
 """Settings from files: packaged recipes, other TOML files, and run directories.
 
-A recipe is a short TOML file; what it leaves out takes its default. Its first line is a comment,
-its description. A run's own ``config.toml`` is read the same way, so that a run can be repeated or
-resumed from its folder alone. Each command that trains has recipes of its own, of the kind of
-settings that it takes.
+A recipe is a short TOML file, and settings that it leaves out have their defaults. The comment in
+its first line is its description. A run's own ``config.toml`` is read the same way, so that a run
+can be repeated or resumed from its folder alone. Each training command has its own recipes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PACKAGED = Path(str(resources.files("stretto.recipes")))
 """Folder of the packaged recipes."""
 
 FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
-"""Folder of the recipes of each kind of settings, below :data:`PACKAGED`."""
+"""Folder of the recipes for each kind of settings, below :data:`PACKAGED`."""
 
 _PATHS = (
     ("task", "name"),
@@ -51,13 +50,13 @@ _PATHS = (
 """Settings that may name files and folders."""
 
 _CODE = ("reward", "environment", "observe", "algorithm", "schedule")
-"""Sections of those that name code: a file of it ends with .py, and else it is a module."""
+"""Their sections in which a name is code: a file ending in .py, or else a module."""
 
 DATASET = "dataset.jsonl"
-"""The rows that a run was given as objects, in its folder."""
+"""Rows that a run was given as objects, in its folder."""
 
 EVAL_DATASET = "eval_dataset.jsonl"
-"""The held-out rows that TRL's scripts give as objects, next to the folders of their runs."""
+"""Held-out rows from objects in TRL scripts, next to the run folders."""
 
 
 def names(kind: type[Section] = Config) -> list[str]:
@@ -65,7 +64,7 @@ def names(kind: type[Section] = Config) -> list[str]:
 
 
 def describe(name: str, kind: type[Section] = Config) -> str:
-    """Return the description of a packaged recipe; raise ConfigError if there is no such recipe."""
+    """Return the description of a packaged recipe. Raises ConfigError for an unknown recipe."""
     if name not in names(kind):
         raise _unknown_recipe(name, kind)
     text = _packaged(name, kind).read_text(encoding="utf-8")
@@ -73,7 +72,7 @@ def describe(name: str, kind: type[Section] = Config) -> str:
 
 
 def text_of(name: str, kind: type[Section] = Config) -> str:
-    """Return the TOML of a packaged recipe, to be changed and used from any folder."""
+    """Return the TOML of a packaged recipe, with absolute paths, for use in any folder."""
     if name not in names(kind):
         raise _unknown_recipe(name, kind)
     text = _packaged(name, kind).read_text(encoding="utf-8")
@@ -89,9 +88,9 @@ def load(name_or_path: str | Path, kind: type[S], *, checked: bool = True) -> S:
 def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = True) -> Any:
     """Load settings from a packaged recipe, a ``.toml`` file, or a run directory.
 
-    A packaged name wins over a folder of the same name in the working directory (``./name`` means
-    the folder). Raises ConfigError for no such recipe or file, no valid TOML, or as :func:`build`,
-    which ``checked`` is for.
+    A packaged name wins over a folder of that name in the working directory (``./name`` is the
+    folder). Raises ConfigError for an unknown recipe, a missing file or invalid TOML, and as
+    :func:`build`, which also explains ``checked``.
     """
     if not isinstance(name_or_path, str | Path):
         raise ConfigError(
@@ -120,7 +119,7 @@ def load(name_or_path: str | Path, kind: type[Any] = Config, *, checked: bool = 
 
 
 def _moved(task: Any, run: Path) -> None:
-    """Name rows that are gone by their present place, as a run's folder may have been moved."""
+    """Update paths of missing rows, because a run's folder may have been moved."""
     for key, rows in (("name", run / DATASET), ("held_out", run.parent / EVAL_DATASET)):
         name = task.get(key) if isinstance(task, dict) else None
         if not isinstance(name, str) or Path(name).name != rows.name:
@@ -130,9 +129,9 @@ def _moved(task: Any, run: Path) -> None:
 
 
 def read(file: str | Path) -> dict[str, Any]:
-    """Read a TOML file of settings; raise ConfigError if it is unreadable or no valid TOML.
+    """Read a TOML file of settings. Raises ConfigError if it is unreadable or not valid TOML.
 
-    Paths in it are from the working directory; what is not there, from the file's folder.
+    Paths in it are relative to the working directory or, if missing there, to the file's folder.
     """
     try:
         data = tomllib.loads(Path(file).read_text(encoding="utf-8"))
@@ -145,7 +144,7 @@ def read(file: str | Path) -> dict[str, Any]:
 
 
 def name_of(name_or_path: str | Path) -> str:
-    """Return the short name of a recipe, after which its runs are named."""
+    """Return the short name of a recipe, which its runs are named after."""
     path = Path(name_or_path)
     if path.name == "config.toml":
         path = path.parent
@@ -177,11 +176,11 @@ def build(data: Mapping[str, Any], where: str, kind: type[S], *, checked: bool =
 def build(
     data: Mapping[str, Any], where: str, kind: type[Any] = Config, *, checked: bool = True
 ) -> Any:
-    """Make settings from data as TOML gives it; what is left out takes its default.
+    """Build settings from TOML data. Missing ones have their defaults.
 
-    Raises ConfigError for an unknown key, a value out of range, or values that contradict each
-    other; the message says ``where`` the data comes from and lists all faults. Contradictions are
-    left where it is not ``checked``, for settings that are to be changed, and checked then.
+    Raises ConfigError for unknown keys, values out of range and contradictions. The message names
+    the source ``where`` and lists all faults. With ``checked`` false, contradictions are left to a
+    later check, for settings that will be changed.
     """
     try:
         return kind.model_validate(data, context=None if checked else UNCHECKED)
@@ -198,7 +197,7 @@ def code_of(fault: ErrorDetails) -> str:
 
 
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
-    """Return a sentence that says which settings are probably meant by a name that none has.
+    """Return a sentence that names the settings probably meant by an unknown name.
 
     ``table``: the name stands for a whole section.
     """
@@ -210,7 +209,7 @@ def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     leaves: dict[str, list[str]] = {}
     for name in every:
         leaves.setdefault(name.rpartition(".")[2], []).append(name)
-    # A setting that exists, but in another section, is what was meant more often than a typo.
+    # The right name in the wrong section is more frequent than a typo.
     if same_leaf := leaves.get(leaf):
         return f"Did you mean {_either(same_leaf)}?"
     advice = (OF_RUNS.get(leaf) if kind is Config else None) or ADVICE.get(leaf)
@@ -238,10 +237,10 @@ def _packaged(name: str, kind: type[Section]) -> Path:
 
 
 def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict[str, Any]:
-    """Complete names of files and folders that are in a folder, and not in the working directory.
+    """Complete names of files in ``folder`` that are missing in the working directory.
 
     Args:
-        first: the folder comes before the working directory, and holds files alone.
+        first: the folder takes precedence over the working directory, and has only files.
     """
 
     def located(value: Any, section: str) -> Any:
@@ -254,7 +253,7 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
         kind = "model:" if value.startswith("model:") else ""
         name, colon, function = value.removeprefix(kind).partition(":")
         if section in ("model", "critic", "rollout") and "/" not in name:
-            return value  # one of Stretto's own models, whatever is in the folder
+            return value  # one of Stretto's own models, even if the folder has such a file
         if section in _CODE and not kind and not name.endswith(".py"):
             return value
         beside = folder / name
@@ -292,7 +291,7 @@ def _built(data: Mapping[str, Any], where: str, kind: type[S], checked: bool) ->
         return build(data, where, kind, checked=checked)
     except ConfigError as error:
         others = [k for k in FOLDERS if k is not kind and _fits(data, k)]
-        # A single setting may stand at the wrong place, where another kind has one of its name.
+        # A single setting may be misplaced at a name that another kind of settings has.
         tables = {key for key, value in data.items() if isinstance(value, dict)}
         is_run = Path(where).name == "config.toml"
         if others and (is_run or not tables <= kind.model_fields.keys()):

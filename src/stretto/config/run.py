@@ -38,13 +38,13 @@ class Config(Section):
     steps: PositiveInt = 100
     """Batches to train on."""
     minutes: Minutes = 0.0
-    """Time limit: the run ends with a checkpoint before a step that would probably end later than this many minutes after its start or resumption. 0 sets no limit. One step is always taken."""
+    """Time limit: the run ends with a checkpoint before a step that would probably end later than this many minutes after its start or resumption. 0 sets no limit. At least one step is taken."""
     out: str = "runs"
-    """Folder in which the run gets a folder of its own."""
+    """Folder in which the run gets its own folder."""
     threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     runtime: Literal["inline", "local", "ray"] = "inline"
-    """Place of the roles. inline: threads of this process. local: processes on this machine. ray: processes on a Ray cluster. The section cluster says which roles share one."""
+    """Place of the roles. inline: threads of this process. local: processes on this machine. ray: processes on a Ray cluster. The section cluster determines which roles share one."""
     warmup_examples: RowsOrNone = 0
     """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
     warmup_lr: Positive = 1e-3
@@ -64,7 +64,7 @@ class Config(Section):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on settings that are valid, but have no effect or not the expected one."""
+        """Notes on valid settings that have no effect, or not the expected one."""
         a, remarks = self.algorithm, []
         known = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
         idle = [n for n in known if n not in a.definition.settings and self._is_set(n)]
@@ -114,9 +114,9 @@ class Config(Section):
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     def require_positions(self, what: str, limit: int | None) -> None:
-        """Raise ConfigError if a model cannot read a prompt with its response, both at their limits.
+        """Raise ConfigError if a model has too few positions for the longest prompt and response.
 
-        ``what`` names the model; it can read ``limit`` tokens, or any number.
+        ``what`` names the model. It can read ``limit`` tokens (``None``: any number).
         """
         if limit is not None and self.longest > limit:
             raise ConfigError(

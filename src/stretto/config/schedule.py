@@ -1,7 +1,7 @@
-"""Settings of the schedule: five knobs, their presets, and all that follows from them.
+"""Settings of the schedule: five knobs, their presets, and consequences of both.
 
 A knob is a field of :class:`Knobs`, an entry of :data:`KNOBS`, and a setting of the same name
-(:class:`ScheduleConfig`). Whatever lists knobs or presets reads them here.
+(:class:`ScheduleConfig`). All lists of knobs or presets are derived from these.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ Controlled = Literal["chunk_tokens", "overcommit", "migrate", "hold"]
 """Settings whose value a controller may choose."""
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
 Need = Literal["scoring worker", "training worker", "weights", "engines"]
-"""Needs of a knob, in order: scorers that work beside generation, a learner that works beside
-generation, generators (and the critic as a scorer) with weights of their own, several engines."""
+"""Needs of a knob, in order: scorers that work during generation, a learner that works during
+generation, separate weights for generators (and the critic as a scorer), several engines.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A knob: help text, needs when it is on, and values that switch it off, the usual one first."""
+    """A knob: help text, needs if it is on, and values that switch it off, the usual one first."""
 
     help: str
     needs: tuple[Need, ...] = ()
@@ -71,7 +72,7 @@ KNOBS: Mapping[str, Knob] = {
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """Values of the five knobs, and what follows from them."""
+    """Values of the five knobs, and their consequences."""
 
     score_on: ScoreOn = "batch"
     overcommit: int | Literal["auto"] = 0
@@ -95,7 +96,7 @@ class Knobs:
 
     @property
     def scores_early(self) -> bool:
-        """Whether scorers see responses while others are still decoded; each reward function then has a worker."""
+        """Whether scorers see responses while others are decoded. Each reward function then has a worker."""
         return "scoring worker" in self.needs
 
     @property
@@ -105,30 +106,30 @@ class Knobs:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether generators, and the critic as a scorer, have weights of their own."""
+        """Whether generators, and the critic as a scorer, have separate weights."""
         return "weights" in self.needs
 
     def overlaps(self, engines: int) -> bool:
-        """Return whether roles work at the same time; else all take turns on one worker."""
+        """Return whether roles work at the same time. Otherwise all take turns on one worker."""
         return self.scores_early or self.trains_beside or engines > 1
 
     def migrates(self, engines: int) -> bool:
         return self.works("migrate", engines)
 
     def hosts_scorers(self, engines: int) -> bool:
-        """Return whether each engine has a replica of each model scorer, which works when nothing is left to decode.
+        """Return whether each engine has replicas of the model scorers, for when it has nothing to
+        decode.
 
-        Scorers that stream have a worker of their own, as they work while all engines decode.
+        Scorers that stream have their own worker, because they work while all engines decode.
         """
         return self.migrates(engines) and not self.streams
 
     def scores_beside(self, engines: int) -> bool:
-        """Return whether model scorers work on a worker of their own while responses are decoded."""
+        """Return whether model scorers have their own worker while responses are decoded."""
         return self.scores_early and not self.hosts_scorers(engines)
 
     def describe(self, engines: int, *, episodes: bool = False) -> str:
-        """Describe all knobs in one line, as they work with so many engines; ``hold`` where
-        responses wait, in episodes."""
+        """Describe all knobs in one line, as they work with this number of engines. ``hold`` is only named for episodes, in which responses wait."""
         shown = {name: getattr(self, name) for name in KNOBS if episodes or name != "hold"}
         for name in shown:
             if self.on(name) and not self.works(name, engines):
@@ -141,8 +142,8 @@ class Preset:
     """Values of all knobs, under a name.
 
     Attributes:
-        parts: knobs that ``stretto compare`` can switch off one by one, by the names of these parts.
-        several_engines: it is about several engines, so it is not compared unless asked for.
+        parts: knobs that ``stretto compare`` can switch off one by one, by part names.
+        several_engines: needs several engines, so that it is only compared on request.
     """
 
     knobs: Knobs
@@ -166,7 +167,7 @@ PRESETS: Mapping[PresetName, Preset] = {
         Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto", hold="auto"), "all of it"
     ),
 }
-"""Every preset, by name. docs/schedules.md says where they come from."""
+"""Every preset, by name. docs/schedules.md names their sources."""
 
 _PRESET_HELP = "What the five knobs are where they say 'preset'. " + " ".join(
     f"{name}: {preset.help}." for name, preset in PRESETS.items()
@@ -178,28 +179,28 @@ _RULES: Mapping[str, tuple[str, ...]] = {
     "overcommit_increment": ("equation4",),
     "overcommit_decrement": ("equation4",),
 }
-"""Settings of over-commitment that only some rules for delta read, with these rules."""
+"""Over-commitment settings that only some rules for delta read, with these rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of :class:`~stretto.schedules.schedule.Schedule`.
 
-    Those of the same names in :class:`ScheduleConfig` and
-    :class:`~stretto.config.RolloutConfig` are explained there.
+    :class:`ScheduleConfig` and :class:`~stretto.config.RolloutConfig` explain fields of the same
+    names.
 
     Attributes:
-        steps: batches in the whole run; no round is begun for steps beyond.
-        failures_allowed: share of a step's responses that may be left out because a reward function
-            failed on them. With more of them the run stops.
-        group_at_least: scored responses that a prompt needs; with fewer, all are left out.
+        steps: batches in the run. No round starts for later steps.
+        failures_allowed: share of a step's responses that may be dropped because a reward function
+            failed on them. With more the run stops.
+        group_at_least: scored responses that a prompt needs. With fewer, all are dropped.
         reward_weights: factor of each reward source; ``None`` for 1 each.
-        restarts: processes that may replace each generator's or scorer's own; with 0 the loss of
-            one ends the run.
-        episodes: how the turns of episodes are sampled, where there is an environment.
+        restarts: replacements for each generator's or scorer's process. With 0, losing one ends
+            the run.
+        episodes: sampling of the turns of episodes, if there is an environment.
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
-        most_overcommit: responses beyond the batch that engines have room for; ``None``: any.
+        most_overcommit: responses beyond the batch for which engines have room; ``None``: any.
     """
 
     batch: int
@@ -235,37 +236,37 @@ class ScheduleConfig(Section):
     migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
     hold: Literal["preset", "keep", "offload", "remake", "auto"] = _from_preset("hold")
     chunk_tokens: NonNegativeInt = 0
-    """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
+    """Tokens that each response gets between two checks for ended ones, and that are streamed at a time; 0 tries several sizes and keeps the best."""
     chunk_window: Annotated[int, Field(gt=3, le=10**9)] = 50
     """Steps between two trials of chunk sizes."""
     overcommit_rule: Literal["equation4", "algorithm1", "throughput"] = "equation4"
     """Rule by which 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise, else down by overcommit_decrement. algorithm1: by a quarter, down while rewards rise, up while they fall. throughput: to the delta that measured lengths and latencies predict to be fastest."""
     overcommit_start: NonNegativeInt = 0
-    """Delta at the start of equation4 and algorithm1; 0 takes half of overcommit_max, or overcommit_min where that is more."""
+    """Delta at the start of equation4 and algorithm1; 0 takes half of overcommit_max, or overcommit_min if that is more."""
     overcommit_max: NonNegativeInt = 0
     """Largest delta of 'auto'; 0 takes the batch size."""
     overcommit_min: NonNegativeInt = 0
     """Smallest delta of 'auto'."""
     overcommit_window: PositiveInt = 10
-    """Steps over which equation4 and algorithm1 look at the reward."""
+    """Steps whose rewards equation4 and algorithm1 compare."""
     overcommit_increment: NonNegativeInt = 1
     """Responses by which equation4 raises delta."""
     overcommit_decrement: NonNegativeInt = 1
     """Responses by which equation4 lowers delta."""
     max_carries: PositiveInt = 8
-    """Largest number of times that a response is carried into a next step; at this number, the step waits for it. Bounds delta: at most max_carries times the responses between two weight syncs."""
+    """How often a response may be carried into the next step. At this number, the step waits for it. Limits delta to max_carries times the responses between two weight syncs."""
     carry: Literal["recompute", "reuse"] = "recompute"
-    """Treatment of a carried response's keys and values when the weights change. recompute: computed anew. reuse: kept as they are."""
+    """KV cache of carried responses when the weights change. recompute: computed again. reuse: kept unchanged."""
     weight_sync_interval: PositiveInt = 1
     """Steps trained on responses of one version of the weights, before the next weight sync (the off-policy dial N). For several updates on one batch, set training.epochs."""
     controllers: dict[Controlled, str] = {}
-    """Controllers of your own, 'file.py:name' or 'package.module:name', by the settings whose automatic rule they replace (docs/schedules.md)."""
+    """Your own controllers, 'file.py:name' or 'package.module:name', by the settings whose automatic rule they replace (docs/schedules.md)."""
     threads: tuple[()] | tuple[Workers, Workers, Workers] = ()
-    """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
+    """CPU threads of each engine, of scoring and of training if they overlap; empty divides the cores."""
     deadline_s: Seconds = 1800.0
-    """Seconds that a role may take to answer one call, and an engine for each 4,096 tokens that it is to decode in one. After that the run ends and names the role. Over processes, a call that takes 20 times as long as usual, and 300 seconds, is taken to hang before."""
+    """Time limit in seconds for a role to answer one call, and for an engine per 4,096 tokens to decode in one. After that the run ends and names the role. In other processes, a call that takes 20 times as long as usual, and at least 300 seconds, is assumed to hang before that."""
 
-    def __hash__(self) -> int:  # plans cache work by the schedule, and controllers are a dict
+    def __hash__(self) -> int:  # plans cache work by schedule, and controllers are a dict
         return hash(self.model_dump_json())
 
     @property
@@ -280,7 +281,7 @@ class ScheduleConfig(Section):
 
     @property
     def own_controllers(self) -> Mapping[Controlled, str]:
-        """Controllers of the user's own, for the settings that are left to a controller."""
+        """The user's own controllers, for the settings that are left to a controller."""
         automatic = {"chunk_tokens": 0}
         return {
             name: source
@@ -293,7 +294,7 @@ class ScheduleConfig(Section):
         return self.overcommit_max or batch if delta == "auto" else delta
 
     def most_in_flight(self, batch: int, samples_per_prompt: int) -> int:
-        """Return the most responses that are decoded at one time; delta fills up the last group."""
+        """Return the limit of responses in flight. Delta is rounded up to full groups."""
         groups = -(-self.largest_overcommit(batch) // samples_per_prompt)
         return batch * self.weight_sync_interval + groups * samples_per_prompt
 
@@ -302,7 +303,7 @@ class ScheduleConfig(Section):
         return self.overcommit_start or max(half, self.overcommit_min)
 
     def overcommit_rules(self, batch: int) -> Rules:
-        """Return the rules for the bounds of delta with so many responses a step."""
+        """Return the rules for the bounds of delta with this batch size."""
         broken: Rules = {}
         low, high = self.overcommit_min, self.overcommit_max or batch
         broken["overcommit-min"] = low > high and (
@@ -327,7 +328,7 @@ class ScheduleConfig(Section):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on settings of over-commitment, and on controllers, that have no effect."""
+        """Notes on settings of over-commitment and controllers without effect."""
         delta, rule = self.knobs.overcommit, self.overcommit_rule
         adapting = [key for key in type(self).model_fields if key.startswith("overcommit_")]
         changed = list(filter(self.is_set, adapting))

@@ -1,4 +1,4 @@
-"""The base of all settings, and those of models, task, reward, generation and observation."""
+"""The base class of settings, and those of models, task, reward, generation and observation."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
 NonNegative = Annotated[float, Field(ge=0, le=_LARGEST)]
 Rows = Annotated[int, Field(gt=0, le=10**7)]
-"""Rollouts, prompts or examples, which are in memory together."""
+"""Rollouts, prompts or examples that are in memory together."""
 RowsOrNone = Annotated[int, Field(ge=0, le=10**7)]
 Workers = Annotated[int, Field(gt=0, le=2**12)]
 """Processes or threads."""
 WorkersOrAuto = Annotated[int, Field(ge=0, le=2**12)]
 Seconds = Annotated[float, Field(gt=0, le=10**6)]
-"""A time limit; poll(2) takes 24 days."""
+"""A time limit. poll(2) takes up to 24 days."""
 SecondsOrNone = Annotated[float, Field(ge=0, le=10**6)]
 Gpus = Annotated[int, Field(ge=0, le=2**17)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-"""A port to listen on; 0 takes a free one."""
+"""A port to listen on. 0 takes a free one."""
 Minutes = Annotated[float, Field(ge=0, le=525_600)]
 LEAST_TEMPERATURE = 1e-4
-"""Temperature above 0, at least: logits that are divided by less may overflow."""
+"""Smallest temperature above 0. Dividing logits by less may overflow."""
 
 
 def _greedy_or_enough(temperature: float) -> float:
@@ -59,11 +59,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 
 LARGEST_SEED = 2**63 - 1
-"""TOML's largest integer, which torch and numpy take as well."""
+"""TOML's largest integer, which torch and numpy accept too."""
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 
 Rules = dict[str, object]
-"""Rules between settings by their codes: the message of a broken one, something false for others."""
+"""Rules between settings by code: the message if broken, otherwise something false."""
 
 
 UNCHECKED = "rules are checked later"
@@ -71,7 +71,7 @@ UNCHECKED = "rules are checked later"
 
 
 def one_of(*names: str) -> Any:
-    """Make the type of a setting that is one of these names, or names code of the user's."""
+    """Return the type of a setting that is one of these names or names the user's code."""
 
     def check(value: Any) -> Any:
         if value in names or (isinstance(value, str) and outside.parts(value)):
@@ -84,7 +84,7 @@ def one_of(*names: str) -> Any:
 
 
 class Section(BaseModel):
-    """A group of settings: immutable, no unknown keys."""
+    """An immutable group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -98,7 +98,7 @@ class Section(BaseModel):
         return self.model_copy(update={section: part})
 
     def rules(self, broken: Rules) -> None:
-        """Note the rules between settings by their codes: the message of a rule that is broken."""
+        """Add the rules between settings by code, with the message of each broken one."""
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
@@ -123,7 +123,7 @@ def subsection(section: type[Section], key: str) -> type[Section] | None:
 
 
 ARGUMENTS = "chat_template_kwargs"
-"""Name in TRL, vLLM and their data sets for arguments of the chat template."""
+"""Name for arguments of the chat template in TRL, vLLM and their data sets."""
 
 RESERVED_ARGUMENTS = frozenset(
     {
@@ -134,11 +134,11 @@ RESERVED_ARGUMENTS = frozenset(
         *("pad_token", "cls_token", "mask_token", "additional_special_tokens"),
     }
 )
-"""Arguments that every rendering of a chat template has already."""
+"""Arguments that every rendering of a chat template passes itself."""
 
 
 def wrong_arguments(arguments: Mapping[str, object]) -> str:
-    """Return why a chat template cannot be given these arguments; empty if it can."""
+    """Return why a chat template cannot be given these arguments, or an empty string."""
     if taken := sorted(RESERVED_ARGUMENTS & arguments.keys()):
         return (
             f"'{taken[0]}' is not an argument to choose: each conversation has its own; leave it "
@@ -168,32 +168,32 @@ def require_seed(seed: int) -> None:
 
 
 class ModelConfig(Section):
-    """The actor, and with it the reference."""
+    """The actor, and the reference derived from it."""
 
     name: str = "smollm2-135m"
     """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads', 'tiny-chat'), a local folder in Hugging Face format or of a PEFT adapter, or a hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. auto: bfloat16 where the hardware has it, else float32. Master weights are fp32."""
+    """Compute type. auto: bfloat16 if the hardware has it, else float32. Master weights are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the models. auto: cuda when there is one."""
+    """Device of the models. auto: cuda if there is one."""
     lora_rank: NonNegativeInt = 0
-    """Rank of LoRA adapters for actor and critic; 0 trains all weights, or of a PEFT adapter in name that adapter."""
+    """Rank of LoRA adapters for actor and critic; 0 trains all weights, or the adapter if name is a PEFT adapter."""
     lora_alpha: NonNegative = 16.0
     """LoRA scale: the update is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
     lora_kind: Literal["lora", "rslora", "dora"] = "lora"
-    """Kind of adapters: lora, rslora (scaled for high ranks), or dora (learns the magnitude of weights apart from their direction; not with load_in_4bit or tp)."""
+    """Kind of adapters: lora, rslora (scaled for high ranks), or dora (learns magnitude and direction of weights separately; not with load_in_4bit or tp)."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer but the head."""
     load_in_4bit: bool = False
-    """Load the actor in 4 bits (QLoRA: NF4 with double quantization, extra bitsandbytes); needs lora_rank. Reference, and critic by critic.init = 'actor', are on the same weights. Embeddings, norms and head keep their type."""
+    """Load the actor in 4 bits (QLoRA: NF4 with double quantization, extra bitsandbytes); needs lora_rank. The reference, and the critic with critic.init = 'actor', share these weights. Embeddings, norms and head keep their type."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU where they would not fit, by the memory plan, even in passes of few tokens; off on a CPU."""
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU if the memory plan finds that they would not fit, even in passes of few tokens; off on a CPU."""
     use_liger_kernel: bool = False
-    """Train actor and critic, and decode with Stretto's own engine, by Liger's kernels (extra liger) for norms, rotary positions and MLPs: fewer kernels and smaller activations. Experimental. For GPUs, and the kinds of models that Liger knows."""
+    """Use Liger's kernels (extra liger) for norms, rotary positions and MLPs in actor and critic training, and in Stretto's own engine: fewer kernels and smaller activations. Experimental. For GPUs, and model families that Liger supports."""
     cudnn_attention: bool = False
-    """Let torch choose cuDNN's attention on GPUs. It prepares itself for each new shape of its inputs for some 30 ms, and nearly all shapes are new here."""
+    """Let torch choose cuDNN's attention on GPUs. It takes some 30 ms to prepare for each new shape of its inputs, and nearly all shapes are new here."""
     torch_compile: bool = False
-    """Train with layers that torch.compile has compiled: fewer kernels; the first passes take minutes. Experimental. For GPUs, with engines in other processes."""
+    """Compile layers for training with torch.compile: fewer kernels; the first passes take minutes. Experimental. For GPUs, with engines in other processes."""
     trust_remote_code: bool = False
     """Allow a hub model to bring and run its own Python code."""
 
@@ -203,7 +203,7 @@ class ModelConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def rules(self, broken: Rules) -> None:
-        """Check that weights in 4 bits have adapters, which alone are trained, and can be merged."""
+        """Check that weights in 4 bits have adapters, because only these are trained, and can be merged."""
         broken["4bit-without-adapters"] = (self.load_in_4bit and not self.lora_rank) and (
             "model.load_in_4bit = true keeps weights that cannot be trained, and model.lora_rank = "
             "0 trains them; set model.lora_rank, to 32 for example, or to that of a PEFT adapter in "
@@ -232,7 +232,7 @@ class TaskConfig(Section):
     """The task: its prompts, and the verifier of their answers."""
 
     kind: Literal["procedural", "reasoning-gym", "dataset", "gsm8k"] = "procedural"
-    """procedural: problems made from the seed, with their verifier. reasoning-gym: the same, of that library. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
+    """procedural: problems generated from the seed, with a verifier. reasoning-gym: the same, from that library. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
     name: str = "chain_sum"
     """A procedural task ('chain_sum', 'spell_backward'), a reasoning-gym dataset, a file (.jsonl, .json, .csv, also with .gz; .parquet), a folder of such files or of save_to_disk, or a hub dataset."""
     settings: dict[str, JsonValue] = {}
@@ -240,25 +240,25 @@ class TaskConfig(Section):
     split: str = "train"
     """Split of a hub dataset, or of a folder."""
     held_out: float | str = 0.0
-    """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
+    """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content and excluded from training. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
     size: RowsOrNone = 0
-    """Rows to use; 0 takes all of a file or the hub (of problems that are made: 100,000)."""
+    """Rows to use; 0 takes all of a file or the hub (100,000 generated problems)."""
     shuffle: bool = True
-    """Shuffle the rows, in each epoch anew. false: keep their own order, for a curriculum."""
+    """Shuffle the rows again in each epoch. false: keep their order, for a curriculum."""
     columns: dict[str, str] = {}
-    """Columns of the data, by what they are. prompt: text, or a list of chat messages ('prompt' unless given). answer: what the task's verifier compares with (unless given, a column 'answer', 'ground_truth' or 'solution' if every row has an answer there); without it only reward functions score. A name with dots leads into nested objects. demonstration: what warmup_examples teach in place of the answer: a turn as text, or messages that follow the prompt. Other names: as reward functions know a column, such as label."""
+    """Columns of the data by role. prompt: text, or a list of chat messages (default: 'prompt'). answer: the verifier's reference (default: a column 'answer', 'ground_truth' or 'solution' if every row has one); without it only reward functions score. Dots in a name lead into nested objects. demonstration: the target of warmup_examples instead of the answer: a turn as text, or messages that follow the prompt. Other keys: parameter names of reward functions, for example label."""
     system: str = ""
     """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
     instruction: str = ""
-    """Text put after the prompt, on a line of its own."""
+    """Text put after the prompt, on its own line."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Apply the tokenizer's chat template. auto: where the tokenizer has one."""
+    """Apply the tokenizer's chat template. auto: if the tokenizer has one."""
     template_arguments: TemplateArguments = {}
-    """Arguments of the chat template for every conversation, such as { enable_thinking = false }. A row's own, in the column chat_template_kwargs, win. Also taken under that name."""
+    """Arguments of the chat template for every conversation, for example { enable_thinking = false }. A row's own, in the column chat_template_kwargs, take precedence. That is also an alias of this setting."""
     extract: Literal["full", "last_number", "answer_tag"] = "full"
     """Part of the response that the verifier sees. full: all of it. last_number: its last number. answer_tag: the text in <answer>...</answer>."""
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are left out, counted and reported."""
+    """Longer prompts are skipped, counted and reported."""
 
     @field_validator("held_out", mode="before")
     @classmethod
@@ -286,21 +286,22 @@ class TaskConfig(Section):
 
 
 MISSING_EOS = "missing_eos"
-"""A reward source that takes a penalty off responses without an end token, in place of the rule."""
+"""Reward source that subtracts a penalty from responses without an end token, instead of the rule.
+"""
 
 
 ENVIRONMENT = "environment"
-"""The reward source of what environments give."""
+"""The reward source of environments' rewards."""
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A source of rewards, as ``reward.sources`` names it.
+    """A source in ``reward.sources``.
 
     Attributes:
-        kind: task: its verifier. function: 'file.py:name', or 'package.module:name'. model:
-            'model:NAME'. scorer: 'scorer:file.py:name', code that reads chunk by chunk. server: a URL. environment: what
-            it gave. object: a name to which only the caller of a run can give a meaning.
+        kind: task: its verifier. function: 'file.py:name' or 'package.module:name'. model:
+            'model:NAME'. scorer: 'scorer:file.py:name', code that scores chunk by chunk. server: a
+            URL. environment: its rewards. object: a name that only the caller of a run can resolve.
         model: NAME, or the import path of a scorer.
     """
 
@@ -312,7 +313,6 @@ class RewardSource:
 
 
 def reward_source(name: str) -> RewardSource:
-    """Parse a source of rewards."""
     if name == "task":
         return RewardSource(name, "task")
     if name == ENVIRONMENT:
@@ -334,13 +334,13 @@ class RewardConfig(Section):
     weights: tuple[Number, ...] = ()
     """Factor of each source; empty means 1 each."""
     timeout_s: Seconds = 30.0
-    """Seconds that a function may take for one batch of responses."""
+    """Time limit of a function for one batch of responses, in seconds."""
     on_failure: Literal["stop", "drop"] | Annotated[float, Field(gt=0, lt=1)] = "stop"
-    """Reaction to a function that fails on a sample. stop: end the run. drop: leave the sample out and report it. A share between 0 and 1, such as 0.05: the same, but end the run if more than this share of a step's samples fail."""
+    """Reaction to a function that fails on a sample. stop: end the run. drop: drop the sample and report it. A share between 0 and 1, for example 0.05: the same, but end the run if more than this share of a step's samples fail."""
     missing_eos: Literal["off", "replace", "subtract"] = "replace"
-    """Score of a response that a token limit cut. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
+    """Score of a response that a token limit cut. off: unchanged. replace: the penalty instead. subtract: reduced by the penalty."""
     missing_eos_limits: tuple[Literal["turns", "seconds"], ...] = ()
-    """Further limits of episodes to which missing_eos applies: turns (environment.max_turns), seconds (environment.max_seconds). Empty: an episode that used up its turns or its time keeps its score."""
+    """Further limits of episodes to which missing_eos applies: turns (environment.max_turns), seconds (environment.max_seconds). Empty: an episode that reached these keeps its score."""
     missing_eos_penalty: Number = -1.0
     """The penalty. replace: the score itself. subtract: its absolute value is subtracted."""
 
@@ -380,9 +380,9 @@ class RolloutConfig(Section):
     """Generation by the actor."""
 
     engine: Literal["auto", "torch", "vllm"] = "auto"
-    """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray'). auto: vllm where there are GPUs, such processes and vLLM, else torch."""
+    """Engine. torch: Stretto's own. vllm: vLLM, in separate processes (runtime = 'local' or 'ray'). auto: vllm if there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
-    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA); speculative_tokens (0: most tokens that it proposes a row and step when few rows are left, of which a step keeps those that it would have sampled anyway; how many follows from what is kept), speculative_rows (8: rows up to which it does) and speculative_model (a smaller model of the same tokenizer, by folder or hub name, that proposes them; without one they come from texts of the same prompt). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization (on a GPU of other roles, what these leave by the memory plan)."""
+    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without CUDA graphs); speculative_tokens (0: maximum of tokens proposed per row and step when few rows are left; a step keeps those that it would have sampled anyway, and their share sets the number), speculative_rows (8: up to how many rows) and speculative_model (a smaller model with the same tokenizer, by folder or hub name, that proposes them; without one they come from texts of the same prompt). vllm: vLLM's own engine arguments, for example gpu_memory_utilization (default on a GPU with other roles: the memory that these leave by the memory plan)."""
     batch: Rows = 32
     """Responses per step."""
     samples_per_prompt: Rows = 1
@@ -390,19 +390,19 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = 64
     """Token limit of a response."""
     temperature: Temperature = 1.0
-    """Softmax temperature, 0.0001 at least; 0 is greedy (not for training)."""
+    """Softmax temperature, 0 (greedy, not for training) or at least 0.0001."""
     top_k: NonNegativeInt = 0
-    """Sample among the k likeliest tokens; 0 is off. Refused in training, where the learner's distribution is the full one."""
+    """Sample among the k likeliest tokens; 0 is off. Refused in training, because the learner's distribution is the full one."""
     top_p: TopP = 1.0
     """Sample among the likeliest tokens that hold this much probability; 1 is off. Refused in training, as top_k."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the end-of-sequence token."""
+    """Strings that end a response, in addition to the end-of-sequence token."""
     slots: NonNegativeInt = 0
-    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all that are in flight, or of Stretto's own engine on a GPU as many as fit by the memory plan."""
+    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all in flight, or for Stretto's own engine on a GPU as many as fit by the memory plan."""
     engines: Workers = 1
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
-    """Most prompt tokens processed between two decode steps."""
+    """Limit of prompt tokens processed between two decode steps."""
 
     @property
     def cuda_graphs(self) -> bool:
@@ -425,7 +425,7 @@ class RolloutConfig(Section):
         return given if type(given) is int and given >= 0 else -1
 
     def rules(self, broken: Rules) -> None:
-        """Check what generation can do by itself."""
+        """Check the rules of generation alone."""
         broken["batch-not-groups"] = self.batch % self.samples_per_prompt and (
             f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
             f"got {self.batch} and {self.samples_per_prompt}"
@@ -454,7 +454,7 @@ class RolloutConfig(Section):
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
-"""Trackers that have a name of their own."""
+"""Trackers with a built-in name."""
 
 
 class ObserveConfig(Section):
@@ -463,21 +463,21 @@ class ObserveConfig(Section):
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
     """Live display. auto: rich on a terminal, else plain lines."""
     trackers: tuple[one_of(*TRACKERS), ...] = ()  # type: ignore[valid-type]
-    """Trackers that get the metrics, besides metrics.jsonl. 'file.py:name' or 'package.module:name' is one of your own (docs/observing.md)."""
+    """Trackers that get the metrics, in addition to metrics.jsonl. 'file.py:name' or 'package.module:name' is your own (docs/observing.md)."""
     prometheus_port: Port = 0
     """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
     checkpoint_minutes: Minutes = 10.0
-    """Minutes between checkpoints to resume from; the first comes after a minute already, the last at the end of the run. 0 writes none: only the model, at the end."""
+    """Minutes between checkpoints to resume from. The first comes after a minute, the last at the end of the run. 0 writes none, only the model at the end."""
     checkpoint_every: NonNegativeInt = 0
-    """Steps between checkpoints, in place of checkpoint_minutes; 0 leaves it at those."""
+    """Steps between checkpoints, instead of checkpoint_minutes; 0 uses those."""
     eval_every: NonNegativeInt = 0
-    """Steps between evaluations on held-out prompts (task.held_out), with one before the first step and one after the last; 0 for none. The model of the best one is kept."""
+    """Steps between evaluations on held-out prompts (task.held_out), with one before the first step and one after the last; 0 for none. The best one's model is kept."""
     eval_prompts: Rows = 200
-    """Prompts of an evaluation, at most; each gets one greedy answer."""
+    """Limit of prompts in an evaluation; each gets one greedy answer."""
     eval_patience: NonNegativeInt = 0
-    """Evaluations in a row without a better mean score after which the run ends; 0 for no such end."""
+    """Consecutive evaluations without a better mean score after which the run ends; 0 never ends it early."""
 
     @property
     def checkpoints(self) -> bool:

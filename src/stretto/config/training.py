@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     optim: Literal["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"] = (
         "adamw_torch_fused"
     )
-    """Optimizer, by transformers' names. The others are bitsandbytes' (extra bitsandbytes), for learners in one process. 8bit: moments in 8 bits, a quarter of the memory. paged: moments move to the host's memory where a GPU's is full."""
+    """Optimizer, by transformers' names. All but the default are bitsandbytes' (extra bitsandbytes), for learners in one process. 8bit: moments in 8 bits, a quarter of the memory. paged: moments move to the host's memory if a GPU's is full."""
     lr: Positive = 3e-6
     """Peak learning rate (of the actor)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -41,22 +41,22 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps over which the rates rise from zero."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of AdamW, of all weights but norms and biases."""
+    """Weight decay of AdamW, for all weights except norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Betas of AdamW."""
     grad_clip: NonNegative = 1.0
-    """Largest gradient norm, of each model; 0 is off."""
+    """Largest gradient norm of each model; 0 is off."""
     epochs: PositiveInt = 1
     """Passes over a batch; in supervised training, over the data."""
     microbatch_tokens: NonNegativeInt = 0
-    """Tokens (padding counted) in one pass of a training or scoring model; no effect on the gradient. 0 takes 1,024 on a CPU, and on a GPU what fits by the memory plan, 16,384 at most."""
+    """Tokens (including padding) in one pass of a training or scoring model; no effect on the gradient. 0 takes 1,024 on a CPU, and on a GPU up to 16,384 as the memory plan allows."""
 
 
 def token_budget(setting: int, device: object) -> int:
-    """Return the tokens of one pass: the setting, or what suits the device where that is 0.
+    """Return the tokens of one pass: the setting, or a default for the device if that is 0.
 
-    A CPU works fastest on what its caches hold, and small passes pad less; a GPU needs more to be
-    full. ``device`` is torch's, or its name.
+    A CPU is fastest if its caches hold a pass, and small passes pad less. A GPU needs more to be
+    fully used. ``device`` is torch's, or its name.
     """
     return setting or (1024 if str(device).startswith("cpu") else 16_384)
 
@@ -69,7 +69,7 @@ class TrainingConfig(OptimizerConfig):
     minibatches: PositiveInt = 1
     """Optimizer updates in one pass."""
     ratio_tolerance: NonNegative = 0.0
-    """Largest root mean square difference between the log-probs of engine and learner, on responses of the very same weights. 0 measures the effect of rounding at the start, and allows twice that (docs/ppo.md)."""
+    """Largest root mean square difference between the log-probs of engine and learner, on responses of the same weights. 0 measures the effect of rounding at the start, and allows twice that (docs/ppo.md)."""
 
     @property
     def updates(self) -> int:
@@ -80,7 +80,7 @@ class PipelineConfig(Section):
     """Training of actor and critic in this process, or cut into stages on several ranks."""
 
     ranks: WorkersOrAuto = 0
-    """Processes that train, each with a stage of the actor and one of the critic, on CPUs (whose threads they share out) or a GPU each; 0 trains in this process."""
+    """Processes that train, each with a stage of the actor and one of the critic, on CPUs (sharing their threads) or a GPU each; 0 trains in this process."""
     actor_stages: WorkersOrAuto = 0
     """Pipeline stages of the actor; divides ranks, which hold ranks / actor_stages pipelines of it (data parallelism). 0 takes as many as ranks."""
     critic_stages: WorkersOrAuto = 0
@@ -88,9 +88,9 @@ class PipelineConfig(Section):
     schedule: Literal["fused", "serial"] = "fused"
     """fused: both models at once, in opposite directions, so that each fills the other's bubbles, by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
     micro_batches: NonNegativeInt = 0
-    """Micro-batches of a mini-batch, over all pipelines; fewer where responses were dropped and too few are left. 0 goes by training.microbatch_tokens, rounded up until every pipeline gets as many, or down where a mini-batch has too few responses for that."""
+    """Micro-batches of a mini-batch, over all pipelines; fewer if responses were dropped and too few are left. 0 follows training.microbatch_tokens, rounded up until every pipeline gets the same number, or down if a mini-batch has too few responses for that."""
     seconds: Seconds = 2.0
-    """Longest search for a fused schedule; made for each new number of micro-batches, and again once latencies are measured."""
+    """Time limit of a search for a fused schedule, in seconds. Searches run for each new number of micro-batches, and again once latencies are measured."""
 
     def stages(self, model: Trained) -> int:
         return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
@@ -131,7 +131,7 @@ _WITHOUT_EFFECT = (
     *("samples", "checkpoint_minutes", "checkpoint_every"),
     *("eval_every", "eval_prompts", "eval_patience"),
 )
-"""Settings of observation that supervised training refuses, as they have no effect on it."""
+"""Settings of observation that supervised training refuses, because they have no effect on it."""
 
 
 class RowsConfig(Section):
@@ -144,15 +144,15 @@ class RowsConfig(Section):
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of the rows, rounded up, that is measured on and not trained on; rows with one prompt stay together. 0 holds none out."""
+    """Share of the rows, rounded up, used for measurement instead of training; rows with one prompt stay together. 0 holds none out."""
     max_tokens: PositiveInt = 1024
-    """Longer sequences, prompt counted, are left out whole, counted and reported."""
+    """Longer sequences, including the prompt, are skipped, counted and reported."""
     on_error: Literal["stop", "drop"] = "stop"
-    """Reaction to a row that cannot be used (empty, malformed, two equal sides). stop: end the run. drop: leave it out and report the number."""
+    """Reaction to an unusable row (empty, malformed, two equal sides). stop: end the run. drop: skip it and report the number."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Apply the tokenizer's chat template to text. auto: where the tokenizer has one, but for pairs without a prompt of their own, whose texts are taken as they are."""
+    """Apply the tokenizer's chat template to text. auto: if the tokenizer has one, but not for pairs without a prompt column, whose texts are taken unchanged."""
     template_arguments: TemplateArguments = {}
-    """Arguments of the chat template for every conversation, such as { enable_thinking = false }. A row's own, in the column chat_template_kwargs, win. Also taken under that name."""
+    """Arguments of the chat template for every conversation, for example { enable_thinking = false }. A row's own, in the column chat_template_kwargs, take precedence. That is also an alias of this setting."""
     system: str = ""
     """System message put before the prompt; text prompts then become conversations."""
 
@@ -165,10 +165,10 @@ class RowsConfig(Section):
 
 
 class DemonstrationsConfig(RowsConfig):
-    """Demonstrations that supervised fine-tuning learns from."""
+    """Demonstrations for supervised fine-tuning."""
 
     messages_column: str = "messages"
-    """Column with conversations, whose assistant turns are all trained on. Without it in the data, or with '', the next two columns are read. If all three are the defaults, 'conversations', 'instruction' and 'output', or 'text' do as well."""
+    """Column with conversations, whose assistant turns are all trained on. If the data lacks it, or with '', the next two columns are read. If all three are the defaults, 'conversations', 'instruction' and 'output', or 'text' also work."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: str = "completion"
@@ -176,12 +176,12 @@ class DemonstrationsConfig(RowsConfig):
 
 
 class PairsConfig(RowsConfig):
-    """Pairs of responses that a reward model learns from."""
+    """Pairs of responses for a reward model."""
 
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the pairs, rounded up, that is measured on and not trained on; pairs with one prompt stay together. 0 holds none out."""
+    """Share of the pairs, rounded up, used for measurement instead of training; pairs with one prompt stay together. 0 holds none out."""
     prompt_column: str = "prompt"
-    """Column with the prompt: text or messages. Without it in the data, the two sides must begin alike: the messages, turns or words that they share are the prompt. With '', no column is looked for."""
+    """Column with the prompt: text or messages. If the data lacks it, the two sides must begin alike: the messages, turns or words that they share are the prompt. With '', no column is read."""
     chosen_column: str = "chosen"
     """Column with the preferred response: text or messages."""
     rejected_column: str = "rejected"
@@ -198,27 +198,27 @@ class SupervisedTrainingConfig(OptimizerConfig):
 
 
 class SupervisedConfig(Section):
-    """Settings that both kinds of supervised training have."""
+    """Settings that both kinds of supervised training share."""
 
     seed: Seed = 0
     """Seed of data order, of the held-out part and of initialisation."""
     steps: NonNegativeInt = 0
-    """Updates to take, over as many epochs as that needs; 0 takes training.epochs of them."""
+    """Updates to take, over as many epochs as necessary; 0 takes training.epochs of them."""
     batch: Rows = 32
     """Rows in one update."""
     out: str = "runs"
-    """Folder in which the run gets a folder of its own."""
+    """Folder in which the run gets its own folder."""
     threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     measure_every: NonNegativeInt = 0
-    """Updates between measurements on the held-out part; 0 measures at the start and at the end only."""
+    """Updates between measurements on the held-out part; 0 measures only at the start and at the end."""
     model: ModelConfig = ModelConfig()
     data: RowsConfig = RowsConfig()
     training: SupervisedTrainingConfig = SupervisedTrainingConfig()
     observe: ObserveConfig = ObserveConfig()
 
     def rules(self, broken: Rules) -> None:
-        """Check that one setting says how long to train, and that all have an effect."""
+        """Check that only one setting determines the length of training, and that all have an effect."""
         broken["steps-and-epochs"] = (self.steps and self.training.epochs != 1) and (
             f"steps = {self.steps} and training.epochs = {self.training.epochs} both say how "
             "long to train; set one of them (steps = 0 takes whole epochs)"
@@ -231,15 +231,15 @@ class SupervisedConfig(Section):
 
 
 class SftConfig(SupervisedConfig):
-    """Everything that supervised fine-tuning is made of."""
+    """All settings of supervised fine-tuning."""
 
     packing: bool = False
-    """Lay several sequences into one row of at most data.max_tokens, none of which sees another: less padding, for GPUs (on a CPU it costs more than it saves). No effect on the gradient."""
+    """Pack several sequences into one row of up to data.max_tokens, without attention between them: less padding, for GPUs (on a CPU it costs more than it saves). No effect on the gradient."""
     data: DemonstrationsConfig = DemonstrationsConfig()
 
 
 class RewardModelConfig(SupervisedConfig):
-    """Everything that the training of a reward model is made of."""
+    """All settings of reward model training."""
 
     center_coef: NonNegative = 0.01
     """Weight of (r_chosen + r_rejected)^2 in the loss, which keeps rewards around zero; 0 is off."""
