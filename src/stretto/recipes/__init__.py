@@ -1,1 +1,1 @@
-"""The packaged recipes, and what they read; :mod:`stretto.config.recipes` loads them."""
+"""The packaged recipes and their code. :mod:`stretto.config.recipes` loads them."""

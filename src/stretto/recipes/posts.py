@@ -1,7 +1,7 @@
 """The gold reward of the recipe 'posts': a controlled stand-in for summaries of Reddit posts.
 
-It knows the facts of a post. It stands for human preferences, so that what a learned reward model
-misses can be measured.
+It knows the facts of a post and replaces human preferences, so that errors of a learned reward
+model can be measured.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 ENOUGH_WORDS = 10
-"""All facts fit into so many words; more are a cost."""
+"""All facts fit into this number of words. Further words cost score."""
 
 
 def gold(completions: Sequence[Any], facts: Sequence[Sequence[str]], **_: Any) -> list[float]:
-    """The facts told, of five, less a tenth for each word beyond :data:`ENOUGH_WORDS`."""
+    """Count the facts in a summary, of five, minus a tenth per word beyond :data:`ENOUGH_WORDS`."""
     scores = []
     for completion, told in zip(completions, facts, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]

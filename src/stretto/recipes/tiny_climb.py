@@ -8,7 +8,7 @@ from typing import Any
 
 
 def right_share(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Numbers with the right letter and mark, of those that a response has or should have."""
+    """Share of correct numbers with letter and mark, of all in the response or the answer."""
     shares = []
     for text, right in zip(completions, answer, strict=True):
         given, wanted = _items(text), _items(right)

@@ -7,14 +7,14 @@ from typing import Any
 
 
 class Boxes:
-    """A box is asked for; the policy opens it by its number, and then says what was in it."""
+    """Asks for a box, which the policy must open by its number, and then name its content."""
 
     def reset(self, *, options: Mapping[str, Any]) -> None:
-        """Begin, with the row of the dataset."""
+        """Start with the row of the dataset."""
         self._box, self._holds, self._opened = options["answer"], options["holds"], False
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Return what the box holds, then whether that was said; a half point for either."""
+        """Return the content of the box, then whether it was named. Each is worth half a point."""
         if self._opened:
             return "", 0.5 * (action == self._holds), True, {}
         self._opened = action == self._box
