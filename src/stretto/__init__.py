@@ -1,11 +1,11 @@
 """Stretto: reinforcement learning from feedback on language models.
 
-What the commands do is there as functions (:mod:`stretto.api`), and for scripts that were written
-for TRL's PPO, GRPO, RLOO and Online DPO there are its trainers and configs (:mod:`stretto.trl`).
+:mod:`stretto.api` has the commands as functions. :mod:`stretto.trl` has trainers and configs for
+scripts written for TRL's PPO, GRPO, RLOO and Online DPO.
 
-Importing this package loads nothing heavy; nor do ``stretto.config`` and
-``stretto.config.recipes``. It sets how OpenMP's threads wait (:mod:`stretto.models.backend`), which
-is read when torch is imported: import ``stretto`` before ``torch``.
+Importing this package, ``stretto.config`` or ``stretto.config.recipes`` loads nothing heavy. Import
+``stretto`` before ``torch``, because it sets how OpenMP's threads wait
+(:mod:`stretto.models.backend`), which torch reads when it is imported.
 """
 
 # ruff: noqa: F403, F405
@@ -57,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what can be imported from here when it is first asked for."""
+    """Import exported names on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'stretto' has no attribute '{name}'")
     of_trl = name.startswith(("PPO", "GRPO", "RLOO", "OnlineDPO"))

@@ -1,4 +1,4 @@
-"""Bounds of numbers that functions and commands take, as the annotations of parameters name them.
+"""Bounds of numbers in functions and commands, from the annotations of their parameters.
 
 The types of :mod:`stretto.config.sections`, for example ``PositiveInt``, annotate settings and
 parameters alike.
@@ -15,14 +15,14 @@ from typing import Any, Literal, get_args, get_origin
 from stretto.errors import ConfigError
 
 _CHECKED = {int, float, dict, Literal}
-"""Types that are checked: a parameter that holds one of them."""
+"""Parameters whose types contain one of these are checked."""
 
 
 @cache
 def kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Types of a function's parameters, or of a dataclass's fields, by name.
+    """Return the types of a function's parameters, or of a dataclass's fields, by name.
 
-    A parameter is left out if its type needs a module that is imported for type checkers only.
+    Types from modules that are only imported for type checkers are left out.
     """
     types: dict[str, Any] = {}
     for owner in reversed(getattr(function, "__mro__", [inspect.unwrap(function)])):
@@ -34,15 +34,14 @@ def kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def checked(types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with their numbers and tables as their types have them.
+    """Return values with their numbers and tables converted to their types.
 
-    Raises ConfigError, whose code is pydantic's, for a number out of bounds or a word that is no
-    choice.
+    Raises ConfigError, with pydantic's code, for a number out of bounds or an invalid choice.
     """
     limited = {n: t for n, t in types.items() if n in values and parts(t) & _CHECKED}
     result = dict(values)
     if limited:
-        from pydantic import ConfigDict, TypeAdapter, ValidationError  # takes time
+        from pydantic import ConfigDict, TypeAdapter, ValidationError  # slow to import
     for name, kind in limited.items():
         adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
         try:
@@ -56,5 +55,5 @@ def checked(types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def parts(kind: Any) -> set[Any]:
-    """Return the types that a type is made of."""
+    """Return all types within a type."""
     return {get_origin(kind) or kind}.union(*map(parts, get_args(kind)))

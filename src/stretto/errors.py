@@ -1,8 +1,8 @@
-"""The errors that Stretto raises on purpose, in one tree, and the libraries that it can do without.
+"""Errors that Stretto raises on purpose, and the check for optional libraries.
 
-Each message says the rule, the value that broke it, and the remedy. The command line prints the
-message alone (and before it the traceback of a rank's bug, a note of :class:`RankError`) and exits
-with status 2; anything else that escapes is a bug and keeps its traceback.
+Each message states the rule, the value that broke it, and the remedy. The command line prints only
+the message (after the traceback of a rank's bug, a note of :class:`RankError`) and exits with
+status 2. Any other escaping error is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-"""In a clone: the file that lists what Stretto requires."""
+"""In a clone: the file with Stretto's requirements."""
 
 
 class StrettoError(Exception):
     """Base of every error raised on purpose.
 
-    For programs, ``code`` names the rule that was broken; the message may be reworded.
+    Programs can rely on ``code``, which names the broken rule. Messages may be reworded.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
@@ -40,11 +40,11 @@ class ConfigError(StrettoError):
 
 
 class RuleError(ConfigError, ValueError):
-    """Settings contradict each other; pydantic collects it, as it does any ``ValueError``."""
+    """Settings contradict each other. Pydantic collects it like any ``ValueError``."""
 
 
 class MissingExtraError(StrettoError):
-    """An optional library is needed and not installed; the message names the extra to install."""
+    """An optional library is not installed. The message names the extra to install."""
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
         self._parts = library, extra, purpose
@@ -59,7 +59,7 @@ class MissingExtraError(StrettoError):
 
 
 class ModelError(StrettoError):
-    """A model cannot be found, fetched, loaded or driven."""
+    """A model cannot be found, fetched, loaded or run."""
 
 
 class OutOfMemoryError(StrettoError):
@@ -67,7 +67,7 @@ class OutOfMemoryError(StrettoError):
 
 
 class TaskError(StrettoError):
-    """A dataset cannot be read, or lacks what the task needs."""
+    """A dataset cannot be read, or lacks something that the task needs."""
 
 
 class _RolloutsError(StrettoError):
@@ -77,7 +77,7 @@ class _RolloutsError(StrettoError):
 
 
 class RewardError(_RolloutsError):
-    """A reward source failed on samples, those of ``rollout_ids``."""
+    """A reward source failed on the samples ``rollout_ids``."""
 
 
 class JudgeError(StrettoError):
@@ -85,30 +85,30 @@ class JudgeError(StrettoError):
 
 
 class EngineError(StrettoError):
-    """The generation engine was asked for what it cannot do."""
+    """The generation engine cannot do what was requested."""
 
 
 class TransferError(StrettoError):
-    """Tensors did not arrive in time, or one side is gone; they may be sent again."""
+    """Tensors did not arrive in time, or one side is gone. They may be sent again."""
 
 
 class LearnerError(StrettoError):
-    """Training found its own numbers wrong, and stops rather than learn from them."""
+    """Training found invalid numbers, and stops before learning from them."""
 
 
 class StateError(StrettoError):
-    """Saved state is damaged, or does not fit the component it is put back into."""
+    """Saved state is damaged, or does not fit the component that loads it."""
 
 
 class StorageError(StrettoError):
-    """A file cannot be written, as on a full disk, or another process is at work in a folder."""
+    """A file cannot be written, for example on a full disk, or another process uses a folder."""
 
 
 class RankError(StrettoError):
-    """A process that holds a part of the models failed; all of them have been ended.
+    """A process that holds a part of the models failed. All of them have been ended.
 
-    Where the process raised an error of Stretto, that is the ``__cause__``; of any other error a
-    note has the traceback. ``rank`` failed first; it is ``None`` where none did.
+    An error of Stretto's in the process is the ``__cause__``. For other errors a note has the
+    traceback. ``rank`` is the first to fail, ``None`` if none did.
     """
 
     def __init__(self, message: str, rank: int | None = None, code: str = "") -> None:
@@ -117,9 +117,9 @@ class RankError(StrettoError):
 
 
 class RoleLostError(RankError):
-    """A process that works for ``role`` has died, hung, or raised what it cannot survive.
+    """A process of ``role`` died, hung, or raised an error that it cannot survive.
 
-    Where the run allows restarts, another one is started in its place.
+    It is restarted if the run allows restarts.
     """
 
     def __init__(self, role: str, cause: str, code: str = "") -> None:
@@ -132,7 +132,7 @@ class RoleLostError(RankError):
 
 
 class EpisodeLostError(_RolloutsError):
-    """Episodes of ``rollout_ids`` cannot go on: their environment was lost and is not replayed."""
+    """Episodes ``rollout_ids`` cannot continue: their environment was lost and is not replayed."""
 
 
 class StalledError(_RolloutsError):
@@ -140,14 +140,14 @@ class StalledError(_RolloutsError):
 
 
 class LifecycleError(StrettoError):
-    """A rollout or a role was moved along an edge that its life does not have."""
+    """A rollout or role made a state transition that does not exist."""
 
 
 _MEMORY_IS_SHORT = re.compile(r"DefaultCPUAllocator|[Cc]an('t|not) allocate memory|out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, of torch's or Python's, says that memory is used up."""
+    """Return whether an error of torch or Python means that memory is used up."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError | OSError) and bool(_MEMORY_IS_SHORT.search(str(error)))
@@ -158,19 +158,19 @@ def first_line(error: BaseException) -> str:
 
 
 MANY = 30
-"""Names that are too many for a message; none of them is listed then."""
+"""With more names than this, a message lists none."""
 
 
 def near(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return known names that ``name`` may be a misspelling of, the most similar first.
 
-    Case and the kind of dashes make no difference. Numbers do: b200 and h200, or k9 and k1, are
-    different things rather than misspellings of one.
+    Case and kinds of dashes are ignored. Numbers must match: b200 and h200, or k9 and k1, are
+    different things instead of misspellings.
     """
     spellings = {_plain_spelling(each): each for each in sorted(known)}
     wanted = _plain_spelling(name)
     similar = [each for each in spellings if _same_thing(wanted, each)]
-    # One other letter of three is another word: dpo is not ppo, nor gpu cpu.
+    # Another letter of three makes another word: dpo is not ppo, gpu is not cpu.
     cutoff = 0.7 if len(wanted) == 3 else 0.6
     matches = get_close_matches(wanted, similar, n=count, cutoff=cutoff)
     return [spellings[each] for each in matches]
@@ -191,8 +191,8 @@ def _same_thing(first: str, second: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that helps with an unknown name: the closest known one, or all of them
-    unless they are too many to read.
+    """Return a hint for an unknown name: the most similar known one, or all of them unless they are
+    too many to read.
     """
     known = sorted(known)
     if matches := near(name, known):
@@ -203,24 +203,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def is_installed(library: str) -> bool:
-    """Return whether a library, by the name under which it is imported, is installed."""
+    """Return whether a library is installed, by its import name."""
     if sys.modules.get(library) is not None:
         return True
     found = find_spec(library)
-    return bool(found and found.origin)  # a folder of that name, such as ./wandb, has no origin
+    return bool(found and found.origin)  # a folder of that name, for example ./wandb, has no origin
 
 
 def require(library: str, extra: str, purpose: str) -> None:
-    """Raise MissingExtraError if an optional library, by its name in imports, is not installed.
+    """Raise MissingExtraError if an optional library (by its import name) is not installed.
 
-    ``extra`` asks for it; ``purpose`` is the subject of the message.
+    ``extra`` installs it. ``purpose`` is the subject of the message.
     """
     if not is_installed(library):
         raise MissingExtraError(library, extra, purpose)
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Return what the package requires, or what an extra adds to that; by name."""
+    """Return the requirements of the package, or those that an extra adds, sorted by name."""
     from packaging.requirements import Requirement
 
     declared = [Requirement(text) for text in _declared()[0]]
@@ -229,13 +229,12 @@ def requirements(extra: str = "") -> list[Requirement]:
 
 
 def extras() -> list[str]:
-    """Return the names of the extras that users install."""
     return [name for name in _declared()[1] if name != "dev"]
 
 
 def _declared() -> tuple[list[str], list[str]]:
-    """Return requirements and extras: the installed distribution's, or those of pyproject.toml if
-    Stretto runs from its source; without both, nothing.
+    """Return requirements and extras of the installed distribution, or from pyproject.toml in a
+    source tree. Both are empty without either.
     """
     from importlib import metadata
 
@@ -256,18 +255,17 @@ def _asks_for(requirement: Requirement, extra: str) -> bool:
 
 
 def plain(requirement: Requirement) -> str:
-    """Return a requirement as pip takes it on a command line."""
     return f"'{requirement.name}{requirement.specifier}'"
 
 
 def remedy(extra: str) -> str:
-    """Return the commands that install what an extra asks for.
+    """Return the commands that install an extra.
 
-    The first names the libraries themselves, and so is right wherever Stretto was installed from:
-    a clone, or the file of a wheel. Stretto is on no package index.
+    The first one names the libraries themselves, so that it works for a clone and for the file of a
+    wheel. Stretto is on no package index.
     """
     clone = f"pip install -e '.[{extra}]'"
-    if extra in ("mlflow", "trackio", "swanlab"):  # of which no version is needed
+    if extra in ("mlflow", "trackio", "swanlab"):  # any version will do
         return f"pip install {extra}"
     libraries = " ".join(map(plain, requirements(extra)))
     return f"pip install {libraries} (or, in a clone of Stretto: {clone})" if libraries else clone

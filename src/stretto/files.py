@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, also after a full disk, a kill or a power cut."""
+"""Writes files and folders completely or not at all, also on a full disk, a kill or a power cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2(2)
 _BLOCK = 1 << 16
 
 SPARE = 0.5
-"""Room that what is large leaves on the disk for records and the model, as a share of its size."""
+"""Disk space that large files must leave for records and the model, as a share of their size."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -34,15 +34,15 @@ UNREADABLE = (
     LookupError,
     TypeError,
     AttributeError,
-    OverflowError,  # of Infinity
-    RecursionError,  # of lists nested thousands deep
+    OverflowError,  # for Infinity
+    RecursionError,  # for lists nested thousands deep
 )
-"""Errors of reading a damaged JSON file, and of using content of other types than expected."""
+"""Errors of reading a damaged JSON file, and of using content of unexpected types."""
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raise StorageError, one line with a remedy, in place of an ``OSError``."""
+    """Turn an ``OSError`` into a StorageError of one line with a remedy."""
     try:
         yield
     except OSError as error:
@@ -88,7 +88,7 @@ def leave_room(path: Path, size: int) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that takes its name once it is on disk; a former one stays until then."""
+    """Write a file under its name once it is on disk. An existing one stays until then."""
     scratch = file.with_name(f"{file.name}.tmp")
     with explained(file):
         try:
@@ -101,10 +101,10 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def append(file: Path, lines: bytes) -> bool:
-    """Add whole lines at the end of a file, all or none of them.
+    """Append complete lines to a file, all or none of them.
 
-    Returns whether a last line without an end, as a crash leaves it, was dropped first. Raises
-    StorageError if they cannot be written; the file is as it was before.
+    Returns whether an incomplete last line, left by a crash, was dropped first. Raises StorageError
+    if the lines cannot be written, and then restores the file.
     """
     with explained(file), file.open("ab+", buffering=0) as stream:
         descriptor = stream.fileno()
@@ -122,7 +122,7 @@ def append(file: Path, lines: bytes) -> bool:
 
 
 def write(descriptor: int, content: bytes) -> None:
-    """Write all of it where the file stands: a nearly full disk takes a part without an error.
+    """Write everything: on a nearly full disk one call may write only a part, without an error.
 
     Otherwise it is one call, so that Ctrl-C comes before or after it, never in between.
     """
@@ -137,7 +137,7 @@ def whole_lines(content: bytes) -> list[bytes]:
 
 
 def last_line(file: Path) -> bytes:
-    """Read the last whole line, with its end; empty where there is none."""
+    """Read the last complete line, with its end. Empty if there is none."""
     with file.open("rb", buffering=0) as stream:
         descriptor = stream.fileno()
         end = _end_of_lines(descriptor, os.fstat(descriptor).st_size)
@@ -158,10 +158,10 @@ def _end_of_lines(descriptor: int, size: int) -> int:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a scratch folder, which takes the place of ``target`` once it is filled and on disk.
+    """Yield a scratch folder that replaces ``target`` once it is complete and on disk.
 
-    A former ``target`` is there until then; the exchange is one step where the system can do that.
-    If the filling fails, the former ``target`` stays and the scratch folder goes. Raises OSError if
+    An existing ``target`` stays until then, and is exchanged in one step if the system supports
+    that. If the body fails, ``target`` stays and the scratch folder is removed. Raises OSError if
     the system refuses.
     """
     target = target.resolve()
@@ -179,7 +179,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def added_to(folder: Path) -> Iterator[Path]:
-    """Yield a scratch folder, whose files move to ``folder`` once all of them are on disk.
+    """Yield a scratch folder whose files move to ``folder`` once all of them are on disk.
 
     Other files of ``folder`` stay. Raises OSError if the system refuses.
     """
@@ -189,7 +189,7 @@ def added_to(folder: Path) -> Iterator[Path]:
         scratch.mkdir()
         yield scratch
         sync_tree(scratch)
-        for path in sorted(scratch.rglob("*")):  # a folder comes before what is in it
+        for path in sorted(scratch.rglob("*")):  # a folder comes before its content
             target = folder / path.relative_to(scratch)
             if path.is_dir():
                 target.mkdir(exist_ok=True)
@@ -199,11 +199,11 @@ def added_to(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, reach the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some network file systems do not know it for folders
+    except OSError as error:  # some network file systems do not support it for folders
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -211,8 +211,8 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all of a folder that mkdir made, and give files the rights that the umask leaves."""
-    rights = folder.stat().st_mode & 0o666  # safetensors writes files that only their owner reads
+    """Sync a folder that mkdir created, and give its files the permissions of the umask."""
+    rights = folder.stat().st_mode & 0o666  # safetensors makes files that only their owner can read
     for path in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(path.stat().st_mode)
         if path.is_file() and mode | rights != mode:
@@ -221,7 +221,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def _put(scratch: Path, target: Path) -> None:
-    """Rename a folder; a former one is under the scratch name afterwards, or gone."""
+    """Rename a folder. A replaced one is under the scratch name afterwards, or gone."""
     if not target.exists():
         scratch.rename(target)
         return

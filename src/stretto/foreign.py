@@ -1,4 +1,4 @@
-"""Names by which TRL, verl, OpenRLHF, peft and transformers call settings, for advice in errors.
+"""Names of settings in TRL, verl, OpenRLHF, peft and transformers, for advice in errors.
 
 Advice quotes settings for :mod:`stretto.interfaces`.
 """
@@ -76,15 +76,16 @@ _ELSEWHERE = {
 }
 
 ELSEWHERE: dict[str, list[str]] = {}
-"""Settings by other libraries' names for them, the last part of a dotted one. A command's own is
-the first that it takes."""
+"""Settings by the last part of their names in other libraries. A command takes the first that it
+has.
+"""
 for _ours, _names in _ELSEWHERE.items():
     for _name in _names.split():
         ELSEWHERE.setdefault(_name, []).append(_ours)
 
 
 def spellings(name: str) -> list[str]:
-    """Return the names by which options and keywords may be a setting, its last part last."""
+    """Return possible names of a setting in options and keywords, its own last part last."""
     return [name, *_ELSEWHERE.get(name, "").split(), name.rpartition(".")[2]]
 
 
@@ -121,9 +122,9 @@ _ADVICE = {
 }
 
 ADVICE: Mapping[str, str] = {n: text for text, names in _ADVICE.items() for n in names.split()}
-"""Sentences on names that no setting equals, or one with a certain value."""
+"""Advice on names that match no setting, or a setting with a certain value."""
 
 OF_RUNS: Mapping[str, str] = {
     "num_train_epochs": "The number of steps is set, not of passes over the rows: `steps`."
 }
-"""Sentences for reinforcement learning alone."""
+"""Advice for reinforcement learning only."""

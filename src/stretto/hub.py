@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it answers, so that nothing waits for its library's many retries.
+"""Checks that the Hugging Face hub answers, to avoid its library's long retries.
 
-The library asks for each file of a model on its own, and up to six times, even if the file is in
-the cache. Without an answer that takes minutes.
+For each file of a model the library asks up to six times, even if the file is cached. Without an
+answer that takes minutes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from stretto.errors import StrettoError, first_line
 
 PATIENCE_S = 4.0
-"""How long the hub may take to answer."""
+"""Time limit of the hub's answer, in seconds."""
 
 
 def is_cached(kind: str, name: str) -> bool:
-    """Tell whether files of a repository, of the kind "models" or "datasets", were fetched."""
+    """Return whether files of a repository were fetched. ``kind`` is "models" or "datasets"."""
     from huggingface_hub import constants
 
     return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
 
 
 def unreachable() -> str:
-    """Return the reason why the hub cannot be asked; empty if it answers."""
+    """Return the reason why the hub cannot be asked, empty if it answers."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -36,7 +36,7 @@ def unreachable() -> str:
 
 
 def require(what: str, error: type[StrettoError], remedy: str) -> None:
-    """Raise ``error`` if the hub cannot be asked for a thing that is not on this machine."""
+    """Raise ``error`` if the hub cannot be asked for something that is not on this machine."""
     if reason := unreachable():
         _probe.cache_clear()
         message = f"{what} is not on this machine, and the hub cannot be asked for it: {reason}"
@@ -47,8 +47,8 @@ def require(what: str, error: type[StrettoError], remedy: str) -> None:
 def loading(
     what: str, is_cached: bool, error: type[StrettoError], remedy: str = ""
 ) -> Iterator[None]:
-    """Load from the hub, or from its cache alone if the hub does not answer; ``error`` if it does
-    not and nothing is cached.
+    """Load from the hub, or only from its cache if the hub does not answer. Raises ``error`` if
+    nothing is cached either.
     """
     from huggingface_hub import constants
 
@@ -64,7 +64,7 @@ def loading(
 
 @lru_cache(maxsize=1)
 def _probe(url: str, minute: int) -> str:
-    """Ask for the hub's first page. The answer holds for a minute, as a run loads many files."""
+    """Request the hub's first page. The result holds for a minute, because runs load many files."""
     import httpx2
 
     return _failure(lambda: httpx2.head(url, timeout=PATIENCE_S), httpx2.URL(url).host, PATIENCE_S)
@@ -74,7 +74,7 @@ _fetched: set[str] = set()
 
 
 def fetch_config(name: str) -> str:
-    """Fetch the config.json of a hub model; return the reason if that fails, otherwise ""."""
+    """Fetch the config.json of a hub model. Return the reason if that fails, otherwise ""."""
     from huggingface_hub import constants, hf_hub_download
 
     if name in _fetched:
@@ -90,7 +90,7 @@ def fetch_config(name: str) -> str:
 
 
 def _failure(call: Callable[[], object], host: str, patience_s: float) -> str:
-    """Return the reason if a call fails or takes too long; empty if it succeeds."""
+    """Return the reason if a call fails or takes too long, empty if it succeeds."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     reasons = [f"{host} does not answer within {patience_s:.3g} s"]
@@ -103,10 +103,10 @@ def _failure(call: Callable[[], object], host: str, patience_s: float) -> str:
             reasons[0] = "the hub has no such model, or HF_TOKEN has no access to it"
         except TimeoutError:
             pass
-        except Exception as error:  # each HTTP library has its own
+        except Exception as error:  # each HTTP library has its own errors
             reasons[0] = f"{host}: {getattr(error, 'strerror', None) or first_line(error)}"
 
-    # Looking a name up has no time limit of its own.
+    # Name resolution has no time limit of its own.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(patience_s)

@@ -1,9 +1,10 @@
-"""The words in which each interface names settings and commands: shell, Python, files, TRL scripts.
+"""Names of settings and commands in messages, for each interface: shell, Python, files, TRL
+scripts.
 
 A message quotes a setting as `training.lr` or `training.lr = 1e-5`, and a command as it is typed in
 a shell: `stretto train --resume runs/tiny-001`. An error keeps these quotes, so that it can cross
-processes and be part of another message, until it leaves through the interface that the user
-called. There they become --training.lr 1e-5 on the command line, training__lr=1e-5 in Python, and
+processes and be part of another message, until it leaves the interface that the user called. There
+they become --training.lr 1e-5 on the command line, training__lr=1e-5 in Python, and
 learning_rate=1e-5 in a script for TRL.
 """
 
@@ -26,24 +27,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 QUOTED = re.compile(r"`(?:stretto ([^`]+)|([a-z]\w*(?:\.\w+)*)(?: = ([^`]*))?)`")
-"""A command, or a setting and perhaps its value, in a message."""
+"""A quoted command, or setting with an optional value, in a message."""
 
 BARE = re.compile(
     r"(?<![\w./'\"`$\[-])([a-z]+\.[a-z]\w*|[a-z]\w*(?= = ))(?![\w(/]|\.[a-z])(?:\.\d+)?"
     r"(?: = ('[^']*'|\{[^{}]*\}|\([^()]*\)|[\w.+-]*\w))?"
 )
-"""A setting without quotes, perhaps with its value as Python shows it."""
+"""An unquoted setting, optionally with its value as Python prints it."""
 
 SETTINGS: set[str] = set()
-"""Names of all settings. :mod:`stretto.config` fills it, so that it is empty in a process that
-has loaded no settings."""
+"""Names of all settings. :mod:`stretto.config` fills it, so it is empty in processes without it."""
 
 
 class TomlFile:
-    """A file of settings, and the words for settings that another interface cannot set."""
+    """Words of a file of settings. Other interfaces use them for settings that they cannot set."""
 
     def setting(self, name: str, value: str) -> str:
-        """Word a setting, or an option by its parameter; ``value`` is empty if none is proposed."""
+        """Word a setting, or an option by its parameter. ``value`` is empty if none is proposed."""
         return f"'{name} = {_literal(value, toml=True)}'" if value else f"'{name}'"
 
     def command(self, line: str) -> str:
@@ -52,14 +52,14 @@ class TomlFile:
 
 @dataclass
 class CommandLine(TomlFile):
-    """The shell. ``options`` of the command, as shown, by the names of their settings or
-    parameters, once they are known.
+    """Words of the shell. ``options`` maps settings and parameters of the command to its options,
+    once they are known.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
 
     def setting(self, name: str, value: str) -> str:
-        """Word a setting as the command's option, or as it is in files if there is none."""
+        """Word a setting as the command's option, or as in files if it has none."""
         known = (self.options[n] for n in spellings(name) if n in self.options)
         shown = next(known, "" if self.options else option(name))
         if value in ("false", "False"):  # tyro's flags take no value
@@ -73,14 +73,14 @@ class CommandLine(TomlFile):
 
 @dataclass
 class Python(TomlFile):
-    """Keywords of a function.
+    """Words of a function's keywords.
 
     Attributes:
-        takes_settings: whether the function takes each setting, too, as ``section__name``.
-        calls: Python for commands, by the beginnings of their lines.
-        equal: for a script, the keywords that take the same values as their settings, by the
-            names of these, and the words for some settings with a value. Values of other settings
-            are named as in files, with the keyword that they follow from.
+        takes_settings: whether the function also takes each setting as ``section__name``.
+        calls: Python calls by the prefix of the command line that they replace.
+        equal: in scripts, maps settings to keywords with the same values, and some ``setting =
+            value`` to exact words. Other values are worded as in files, with the keyword that
+            they follow from.
     """
 
     keywords: Collection[str]
@@ -89,7 +89,7 @@ class Python(TomlFile):
     equal: Mapping[str, str] | None = None
 
     def setting(self, name: str, value: str) -> str:
-        """Word a setting as a keyword, or as it is in files if there is none."""
+        """Word a setting as a keyword, or as in files if there is none."""
         known = spellings(name)
         if self.takes_settings:
             known[-1] = name.replace(".", "__")
@@ -133,7 +133,7 @@ _called: list[TomlFile] = []
 
 @contextmanager
 def through(interface: TomlFile) -> Iterator[None]:
-    """Word the errors that leave, in the words of the outermost interface."""
+    """Word escaping errors for the outermost interface."""
     _called.append(interface)
     try:
         yield
@@ -150,7 +150,7 @@ def offer(options: Mapping[str, str]) -> None:
 
 
 def worded(text: str, interface: TomlFile | None = None) -> str:
-    """Return a message in the words of an interface: the one that was called, or else of files."""
+    """Return a message in the words of an interface, by default the outermost one or files."""
     words = interface or next(iter(_called), TomlFile())
     text = BARE.sub(
         lambda m: (
@@ -166,7 +166,7 @@ def worded(text: str, interface: TomlFile | None = None) -> str:
 
 
 def in_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that users call. Numbers that it is called with are checked."""
+    """Mark a function that users call: check its numbers, and word its errors for Python."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -182,10 +182,10 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def advice(name: str, parameters: Collection[str], otherwise: str = "") -> str:
-    """Name the parameters of a function without settings that a name may stand for, or else return
-    the sentence ``otherwise``, which lists all parameters by default.
+    """Return a hint with the parameters that an unknown name may stand for, or else ``otherwise``
+    (by default the list of all parameters). For functions without settings.
     """
-    # Other libraries' names are known with the settings, the last part of which may be an option.
+    # Other libraries' names map to settings, whose last part may be an option.
     elsewhere = [each.rpartition(".")[2] for each in ELSEWHERE.get(name, ())]
     if same := [each for each in elsewhere if each in parameters]:
         return f"It is called `{same[0]}` here."

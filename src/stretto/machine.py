@@ -1,4 +1,4 @@
-"""The machine that a run works on."""
+"""Facts about the machine of a run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, Self
 
 _SECRET = re.compile(r"((?:^|\0)-[^\0=]*(?:key|token|password|secret)[=\0])[^\0]*", re.IGNORECASE)
-"""An option of arguments between NULs whose value nobody is to see."""
+"""An option between NULs whose value is secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The facts that figures of a run depend on.
+    """Machine facts that a run's metrics depend on.
 
     Attributes:
-        cores: usable by this process.
-        threads: that torch uses unless it is told a number.
+        cores: cores usable by this process.
+        threads: torch's default number of threads.
     """
 
     cpu: str
@@ -37,7 +37,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> Self:
-        """Return the facts about the machine of this process."""
         import torch
 
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -53,8 +52,8 @@ class Machine:
 
 
 def command_line() -> str:
-    """Return the command of this process, for files that others may read. Values of options such as
-    ``--hf-token``, as scripts have them, are ``***``.
+    """Return the command of this process, for files that others may read. Values of secret options,
+    for example ``--hf-token``, are ``***``.
     """
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
@@ -62,11 +61,10 @@ def command_line() -> str:
 
 
 def current_start() -> dict[str, Any]:
-    """Return when and how this process was started to train: ``date``, ``command``, ``versions``
-    by name."""
+    """Return ``date``, ``command`` and ``versions`` (by name) of this training process."""
     versions = {"python": platform.python_version()}
     for package in ("stretto", "torch", "transformers"):
-        with suppress(metadata.PackageNotFoundError):  # as of a source tree that is not installed
+        with suppress(metadata.PackageNotFoundError):  # in a source tree
             versions[package] = metadata.version(package)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -76,7 +74,7 @@ def current_start() -> dict[str, Any]:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return whether a host's name or address is that of this machine for itself."""
+    """Return whether a host's name or address is the loopback of this machine."""
     try:
         return host == "localhost" or ip_address(host or "").is_loopback
     except ValueError:
@@ -84,7 +82,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use, which a batch system or ``taskset`` limits."""
+    """Count the cores that this process may use. Batch systems and ``taskset`` limit them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -106,7 +104,7 @@ def usable_gpus() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that this process may still take, in its container too."""
+    """Return the bytes of memory that this process may still use, also within its container."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

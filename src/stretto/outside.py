@@ -1,4 +1,4 @@
-"""The user's own code, which settings name as 'file.py:name' or 'package.module:name'."""
+"""Loads the user's own code, named by 'file.py:name' or 'package.module:name' in settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def parts(name: str) -> tuple[str, str] | None:
-    """Split 'file.py:name' or 'package.module:name'; ``None`` for a name of another form."""
+    """Split 'file.py:name' or 'package.module:name'. Returns ``None`` for other names."""
     home, _, member = name.rpartition(":")
     is_home = Path(home).suffix == ".py" or all(map(str.isidentifier, home.split(".")))
     return (home, member) if is_home and member.isidentifier() else None
@@ -36,8 +36,8 @@ def absolute(name: str) -> str:
 
 
 def locate(name: str, setting: str) -> dict[str, str]:
-    """Return the absolute path of a file, its module and the folder of that if it is named by its
-    module, and the member's name. Raises ConfigError if there is no such file or module.
+    """Return absolute path, module and root folder (both empty for a file), and member of code.
+    Raises ConfigError if the file or module is missing.
     """
     named = parts(name)
     if named is None:
@@ -60,21 +60,21 @@ def locate(name: str, setting: str) -> dict[str, str]:
 
 
 _loaded: dict[tuple[Path, str], Any] = {}
-"""Members that this process has imported, by the working directory and their names."""
+"""Imported members by working directory and name."""
 
 
 def load(name: str, setting: str, kind: Any) -> Any:
-    """Import a member of a file or a module; the same object for each call in a process.
+    """Import a member of a file or module. Repeated calls in a process return the same object.
 
     Raises ConfigError, which names the setting, for a missing file, module or member, for code that
-    raises as it is imported, and for an object that is no ``kind``.
+    raises during its import, and for an object of another ``kind``.
     """
     key = (Path.cwd(), name)
     if key not in _loaded:
         place, path = locate(name, setting), [*sys.path]
         try:
             module = import_module(place["file"], place["module"], place["root"], setting)
-        finally:  # last, so that later imports of other code find the same modules as before
+        finally:  # the new folders last, so that later imports of other code find the same modules
             sys.path[:] = path + [folder for folder in sys.path if folder not in path]
         _loaded[key] = member_of(module, place, setting)
     require(_loaded[key], kind, f"{setting}: '{name}'")
@@ -82,7 +82,7 @@ def load(name: str, setting: str, kind: Any) -> Any:
 
 
 def require(value: Any, kind: Any, what: str) -> None:
-    """Raise ConfigError if an object of the user's is of another kind."""
+    """Raise ConfigError if a user's object has another type."""
     if not isinstance(value, kind):
         raise ConfigError(
             f"{what} is of type {type(value).__name__}, and must be a "
@@ -93,7 +93,7 @@ def require(value: Any, kind: Any, what: str) -> None:
 
 @contextmanager
 def named_by(option: str) -> Iterator[None]:
-    """Name the option that a reward source comes from in errors, which name the setting."""
+    """Replace the setting in errors by the option that a reward source comes from."""
     setting = "reward.sources"
     try:
         yield
@@ -120,7 +120,7 @@ def raising(name: str, setting: str) -> Iterator[None]:
 
 
 def member_of(module: ModuleType, place: Mapping[str, str], setting: str) -> Any:
-    """Return the member of a module that :func:`locate` has named."""
+    """Return the member of a module that :func:`locate` found."""
     member = getattr(module, place["function"], None)
     if member is None:
         raise not_defined(place["file"], place["function"], callables(module), setting)
@@ -131,8 +131,8 @@ def _file_of(source: str, module: str, setting: str) -> tuple[Path, str]:
     """Return a module's file and the folder to import it from, without importing anything."""
     name, *inner = module.split(".")
     top = None
-    with suppress(ValueError):  # of a module without a spec, as __main__ may be
-        top = find_spec(name)  # by all finders, which editable installs add to
+    with suppress(ValueError):  # for a module without a spec, as __main__ may be
+        top = find_spec(name)  # with all finders, which editable installs add to
     top = spec = top or PathFinder.find_spec(name, [str(Path.cwd())])
     for name in inner:
         spec = PathFinder.find_spec(name, (spec and spec.submodule_search_locations) or [])
@@ -148,10 +148,9 @@ def _file_of(source: str, module: str, setting: str) -> tuple[Path, str]:
 
 
 def import_module(file: str, named: str, root: str, setting: str) -> ModuleType:
-    """Import the module ``named`` in the folder ``root``, or a Python file: this may import its
-    neighbours and, where it is a module of a package, the rest of that.
-
-    Raises ConfigError, which names the setting.
+    """Import the module ``named`` in the folder ``root``, or a Python file. A file may import its
+    neighbours, and the rest of its package if it is in one. Raises ConfigError, which names the
+    setting.
     """
     if named:
         sys.path.append(root)
@@ -184,8 +183,8 @@ def _load(file: str) -> ModuleType:
     named = ".".join(folder.name for folder in reversed(package))
     try:
         importlib.import_module(named)
-    except Exception:  # whatever its __init__ raises
-        with suppress(ImportError):  # as of a neighbour: the package's error says why
+    except Exception:  # any error of its __init__
+        with suppress(ImportError):  # for example of a neighbour: the package's error is clearer
             return _load_alone(path)
         raise
     return importlib.import_module(f"{named}.{path.stem}")
@@ -196,7 +195,7 @@ def _is_package(folder: Path) -> bool:
 
 
 def _load_alone(path: Path) -> ModuleType:
-    # The name that others import it by: processes that are not forked find its functions by it.
+    # Use the name that others import it by, because processes that are not forked look it up.
     known_as = f"stretto_reward_{path.stem}" if path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(known_as, path)
     assert spec
@@ -213,14 +212,16 @@ def not_defined(file: str, name: str, functions: Collection[str], setting: str) 
 
 
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Return or raise what a call does, in the process that made the call."""
+    """Return or raise the outcome of a call, in the calling process only."""
     with ending_forked_children():
         return call(*args, **keywords)
 
 
 @contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End a forked child as Python would, so that it is no second reward process or trainer."""
+    """End a forked child like Python, so that it does not become a second reward process or
+    trainer.
+    """
     pid, raised = os.getpid(), None
     try:
         yield
@@ -233,7 +234,7 @@ def ending_forked_children() -> Iterator[None]:
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """End a forked child as Python would, without the exit handlers that its parent registered."""
+    """End a forked child like Python, without the exit handlers that its parent registered."""
     status = 1
     try:
         if error is None or (isinstance(error, SystemExit) and error.code is None):

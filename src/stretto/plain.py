@@ -1,4 +1,4 @@
-"""JSON from outside, read within limits, and the JSON form of values that JSON does not know."""
+"""Reads JSON from outside within limits, and converts values of other types to JSON."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from uuid import UUID
 
 MOST_DEPTH = 100
-"""Lists and objects in each other that are read: code that walks through them recurses."""
+"""Limit of nesting in JSON, because code that walks through it recurses."""
 
 _TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 
 
 def parse(text: str | bytes | bytearray) -> Any:
-    """Read JSON that anyone may have written.
+    """Read untrusted JSON.
 
-    Raises ValueError, with the reason as a sentence, for every text that cannot be read: no JSON,
-    nested too deeply, or a number with more digits than Python reads.
+    Raises ValueError, with the reason as a sentence, for invalid JSON, too deep nesting, or a
+    number with more digits than Python reads.
     """
     try:
         value = json.loads(text)
@@ -58,9 +58,9 @@ def _entries(value: Any) -> Collection[Any]:
 
 
 def dumps(value: Any) -> str:
-    """Write a value as JSON in valid Unicode: half of a surrogate pair as its escape sequence.
+    """Write a value as JSON in valid Unicode, with half surrogate pairs as escape sequences.
 
-    Raises ValueError, with the reason, for a value that has no JSON form at any depth.
+    Raises ValueError, with the reason, if a part of the value has no JSON form.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, default=form)
@@ -79,10 +79,10 @@ def dumps(value: Any) -> str:
 
 
 def form(value: Any) -> Any:
-    """Return the JSON form of a value of another type; its parts may need one too.
+    """Convert a value of another type to JSON. Its parts may need conversion too.
 
-    Arrays and sets become lists, dates their ISO text, bytes the text that they are in UTF-8 (else
-    base64), decimals, ids, paths and spans of time their text. Raises TypeError for other objects.
+    Arrays and sets become lists, dates ISO text, bytes UTF-8 text (else base64), and decimals, ids,
+    paths and time spans text. Raises TypeError for other objects.
     """
     if isinstance(value, Enum):
         return value.value
@@ -108,7 +108,7 @@ def form(value: Any) -> Any:
 
 
 def plain(value: Any, *, finite: bool = True) -> Any:
-    """Return a value as JSON has it, else as text. If ``finite``, NaN and infinities are None."""
+    """Return a value as JSON types, else as text. If ``finite``, NaN and infinities become None."""
     if isinstance(value, float):
         return None if finite and not math.isfinite(value) else value
     if value is None or isinstance(value, str | bool | int):

@@ -1,4 +1,4 @@
-"""Lines and progress of work, on the way to the display that shows them."""
+"""Lines and progress of work for the display."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Say = Callable[[str], None]
 """Shows a line."""
 
 Advance = Callable[[int], None]
-"""Takes note that so much more of some work is done."""
+"""Reports an amount of finished work."""
 
 LOADING = "loading PyTorch and what else is needed"
-"""Work that most commands begin with."""
+"""Work at the start of most commands."""
 
 CHECKING = "looking at settings, models and data"
-"""Work before that."""
+"""Work before :data:`LOADING`."""
 
 
 class Shows(Protocol):
-    """Display of lines and of work."""
+    """A display of lines and of work in progress."""
 
     def note(self, text: str) -> None:
         """Show a line."""
@@ -29,17 +29,17 @@ class Shows(Protocol):
     def working(
         self, what: str, total: int = 0, limit_s: float = inf
     ) -> AbstractContextManager[Advance]:
-        """Show work while the body of a ``with`` statement does it.
+        """Show work in progress during a ``with`` statement.
 
         Args:
-            what: is done, as in "loading a model".
-            total: of what is done, in any unit; 0 where that is not known.
+            what: description, for example "loading a model".
+            total: amount of work in any unit, 0 if unknown.
             limit_s: seconds after which the work ends in any case.
         """
 
 
 class Saying:
-    """A display as a :data:`Say`, so that work is shown through it too; see :func:`working`."""
+    """A display as a :data:`Say` that can also show work; see :func:`working`."""
 
     def __init__(self, display: Shows) -> None:
         self.display = display
@@ -57,15 +57,15 @@ def working(
 
 
 def silent(_: str) -> None:
-    """Show no line."""
+    """Show nothing."""
 
 
 def unseen(_: int) -> None:
-    """Take no note of what is done."""
+    """Ignore progress."""
 
 
 def format_count(number: int) -> str:
-    """Return a number of parameters for people, to four digits."""
+    """Format a number of parameters with four digits."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.4g}{unit}"
@@ -73,7 +73,7 @@ def format_count(number: int) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a number of bytes for people, to four digits."""
+    """Format a number of bytes with four digits."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= size:
             digits = ",.4g" if size_bytes < 1000 * size else ",.0f"
@@ -82,7 +82,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def padded(rows: Sequence[Sequence[str]], left: int = 1) -> list[list[str]]:
-    """Pad the cells of each column to one width; the first ``left`` columns to the left."""
+    """Pad the cells of each column to one width. Left-align the first ``left`` columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         [

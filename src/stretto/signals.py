@@ -1,8 +1,8 @@
-"""Signals that ask this process to end, which stop what is under way in order, as Ctrl-C does.
+"""Signals that ask this process to end, which stop work in order, like Ctrl-C.
 
 SIGTERM comes from schedulers, containers and ``kill``, SIGHUP from a terminal that closes, SIGUSR1
-and SIGUSR2 from Slurm (``--signal``, submitit). Python handles signals in the main thread alone.
-Elsewhere nothing here has an effect.
+and SIGUSR2 from Slurm (``--signal``, submitit). Python handles signals only in the main thread. In
+other threads this module has no effect.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from types import FrameType
 from typing import Any
 
 ECHO_S = 1.0
-"""Time within which the same signal is the same request: schedulers send it twice, or to a process
-and to its group."""
+"""Seconds within which the same signal is one request, because schedulers send it twice, or to a
+process and to its group.
+"""
 
 PARENT = "STRETTO_PARENT"
-"""Environment variable with the descriptor for :func:`end_with`, of a command that needs it."""
+"""Environment variable with the descriptor for :func:`end_with`, for commands that use it."""
 
 GRACE_S = 60.0
-"""Seconds that an orphan gets to end in order before it is ended at once."""
+"""Seconds for an orphan to end in order before it is killed."""
 
 Handlers = dict[signal.Signals, Any]
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _receivers: list[Callable[[], object]] = []
-"""Functions that are called on a signal in place of raising; only the last one is."""
+"""Functions to call on a signal instead of raising. Only the last one is called."""
 
 
 class Terminated(KeyboardInterrupt):
-    """One of :data:`ENDING`, by its ``number``, stopped the work, as Ctrl-C would have."""
+    """A signal of :data:`ENDING`, its ``number``, stopped the work, like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -44,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Handler:
-    """A handler that tells a first signal from its echoes, and from a second request."""
+    """A signal handler that distinguishes a first signal, its echoes, and a second request."""
 
     def __init__(self, first: Callable[[], object], again: Callable[[int], object]) -> None:
         self.number = 0
@@ -64,9 +65,9 @@ class _Handler:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Have :data:`ENDING` raise :class:`Terminated`. A second one ends the process at once.
+    """Make :data:`ENDING` raise :class:`Terminated`. A second signal ends the process at once.
 
-    A signal that is ignored (``nohup``) or that the program handles itself is left as it is.
+    Signals that are ignored (``nohup``) or handled by the program itself stay so.
     """
     handler = _Handler(stop, _end_at_once)
     former = _install(handler, {s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL})
@@ -82,7 +83,7 @@ def ending_in_order() -> Iterator[None]:
 
 @contextmanager
 def received_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Have a first of :data:`ENDING` call ``stop``, between any two instructions, and not raise."""
+    """Call ``stop`` on the first of :data:`ENDING`, between any instructions, without raising."""
     if _in_main_thread():
         _receivers.append(stop)
     try:
@@ -94,14 +95,14 @@ def received_by(stop: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Have Ctrl-C and :data:`ENDING` raise KeyboardInterrupt at once, in an event loop too, which
-    otherwise sees them after the code that runs in it.
+    """Make Ctrl-C and :data:`ENDING` raise KeyboardInterrupt at once, also in an event loop, which
+    otherwise sees them only after its running code.
     """
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    # asyncio takes Ctrl-C only if Python's own handler was there before.
+    # asyncio handles Ctrl-C only if Python's own handler was installed before.
     ours = _in_main_thread() and isinstance(signal.getsignal(signal.SIGINT), partial)
     former = {signal.SIGINT: signal.getsignal(signal.SIGINT)} if ours else {}
     with received_by(interrupt):
@@ -115,7 +116,7 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Put off Ctrl-C and :data:`ENDING` until what is inside is done; a second is not put off."""
+    """Delay Ctrl-C and :data:`ENDING` until the body is done. A second one is not delayed."""
     former: Handlers = {}
 
     def again(number: int) -> None:
@@ -138,7 +139,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Put back the handlers that a library replaces meanwhile, as Ray does when it starts."""
+    """Restore handlers that a library replaces in the body, for example Ray when it starts."""
     numbers = (signal.SIGINT, *ENDING) if _in_main_thread() else ()
     former = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -148,7 +149,7 @@ def kept() -> Iterator[None]:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process in order when the other end of a pipe closes, which its parent holds."""
+    """End this process in order when its parent closes the other end of a pipe."""
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -165,7 +166,7 @@ def _in_main_thread() -> bool:
 
 
 def stop() -> None:
-    """Call the last of the functions given to :func:`received_by`, or raise KeyboardInterrupt."""
+    """Call the last function of :func:`received_by`, or raise KeyboardInterrupt."""
     if _receivers:
         _receivers[-1]()
     else:

@@ -1,9 +1,9 @@
-"""Scripted roles in virtual time, for those who write schedules and controllers. No torch.
+"""Scripted roles in virtual time, for tests of schedules and controllers. Imports no torch.
 
-A :class:`World` says how long each response gets. Its roles take exactly so long for their work,
-write down what they were asked for and when, and check that a schedule keeps the protocols
-(:mod:`stretto.protocols`). :func:`stretto.runtime.sim.loop.run` runs what is written with them; a
-whole run takes milliseconds and is the same every time. docs/schedules.md has an example.
+A :class:`World` gives each response a length. Its roles take exactly the scripted time, log their
+calls with times, and check that a schedule follows the protocols (:mod:`stretto.protocols`). Run
+code that uses them with :func:`stretto.runtime.sim.loop.run`: a full run takes milliseconds and is
+deterministic. docs/schedules.md has an example.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_chunk(
     version: int = 0,
     finish: FinishReason | None = None,
 ) -> Chunk:
-    """Make a chunk out of plain numbers; see :class:`~stretto.types.Chunk`."""
+    """Make a chunk from plain numbers; see :class:`~stretto.types.Chunk`."""
     columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
     return Chunk(rollout_id, start, *columns, version, finish)
 
@@ -57,16 +57,16 @@ class World:
     prompts.
 
     Args:
-        lengths: response tokens by rollout id; they repeat where there are more rollouts.
-        turns: tokens of each turn by rollout id, in their place where there is an environment.
-        fails: ids of the rollouts that scorers of rewards fail on.
+        lengths: response tokens by rollout id, repeated if there are more rollouts.
+        turns: tokens of each turn by rollout id, instead of ``lengths`` with an environment.
+        fails: ids of rollouts on which reward scorers fail.
 
     Attributes:
-        log: what roles were asked for, in order; a line is "<seconds> <role> <call> <ids>".
-        spans: (role, cause or name, start, end) of each wait and each call that was reported.
-        places: prompts drawn so far.
-        loaded: the version of the weights, by generator and scorer.
-        clock: the virtual clock; reads the loop that is running.
+        log: the roles' calls in order, as lines "<seconds> <role> <call> <ids>".
+        spans: (role, cause or name, start, end) of each recorded wait and call.
+        places: number of prompts drawn so far.
+        loaded: version of the weights, by generator and scorer.
+        clock: virtual clock of the running loop.
     """
 
     def __init__(
@@ -83,26 +83,25 @@ class World:
         self.clock = VirtualClock()
 
     def length(self, rollout_id: int) -> int:
-        """Return the tokens that the response gets in all."""
+        """Return the total tokens of the response."""
         if self.turns:
             return self.turn_ends(rollout_id)[-1]
         return self.lengths[rollout_id % len(self.lengths)]
 
     def turn_ends(self, rollout_id: int) -> list[int]:
-        """Return how long the response is at the end of each of its turns."""
+        """Return the length of the response at the end of each of its turns."""
         turns = self.turns[rollout_id % len(self.turns)]
         return list(accumulate(turns, lambda end, tokens: end + CONTEXT_TOKENS + tokens))
 
     def write(self, text: str) -> None:
-        """Add a line to the log, behind the time."""
+        """Add a line to the log, after the time."""
         self.log.append(f"{self.clock.now():g} {text}")
 
     def prompt(self, place: int) -> Prompt:
-        """Return the prompt at a place of the order; it has ``place + 1`` tokens."""
+        """Return the prompt at a place of the order. It has ``place + 1`` tokens."""
         return Prompt(place, tuple(range(place + 1)), f"p{place}")
 
     def next_prompt(self) -> Prompt:
-        """Draw the next prompt."""
         self.places += 1
         return self.prompt(self.places - 1)
 
@@ -115,12 +114,11 @@ class World:
         yield
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
-        """Keep it in :attr:`spans`; see :class:`~stretto.protocols.Tracer`."""
+        """Add the work to :attr:`spans`; see :class:`~stretto.protocols.Tracer`."""
         self.spans.append((role, attributes.get("cause", name), start_s, end_s))
 
 
 def token(rollout_id: int, place: int) -> int:
-    """Return the token at a place of a scripted response."""
     return 100 * episode_of(rollout_id) + place
 
 
@@ -129,16 +127,16 @@ CONTEXT_TOKENS = 2
 
 
 class FakeEnvironment:
-    """An environment that answers a turn with two tokens, in so many seconds, until the last turn.
+    """An environment that answers each turn but the last with two tokens, after fixed seconds.
 
     Its methods are those of :class:`~stretto.protocols.Environment`. Opening takes a second. Turn n
-    of a rollout, the first being 1, earns n, and the last one is as long as :class:`World` says.
+    of a rollout, counted from 1, earns n. :class:`World` determines the last turn.
 
     Args:
-        seconds: that answers take, by rollout id; they repeat.
+        seconds: duration of answers by rollout id, repeated.
 
     Attributes:
-        log: of episodes, the answers given so far.
+        log: answers so far, by episode.
         lost: ids of rollouts whose next answer is that their environment is lost.
     """
 
@@ -180,15 +178,16 @@ class FakeEnvironment:
 
 
 class FakeGenerator:
-    """A generator that decodes a token a second for all; token t of rollout i is ``100 i + t``.
+    """A generator that decodes a token a second for all rollouts. Token t of rollout i is ``100 i +
+    t``.
 
-    Its methods are those of :class:`~stretto.protocols.Generator`. Taking over rollouts of another
+    Its methods are those of :class:`~stretto.protocols.Generator`. Accepting rollouts of another
     generator takes a second.
 
     Attributes:
-        done: tokens of each rollout that is here.
-        parked: those of rollouts whose turn, or last one, has ended here.
-        idle: set it to have :meth:`decode` return nothing.
+        done: tokens of each rollout that is decoding here.
+        parked: tokens of rollouts whose turn, or last turn, has ended here.
+        idle: if set, :meth:`decode` returns nothing.
     """
 
     def __init__(self, world: World, name: str = "gen") -> None:
@@ -196,7 +195,7 @@ class FakeGenerator:
         self.done: dict[int, int] = {}
         self.parked: dict[int, int] = {}
         self.idle = False
-        self._turn = asyncio.Lock()  # calls are answered in the order in which they were made
+        self._turn = asyncio.Lock()  # answers calls in their order
         world.loaded[name] = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
@@ -273,20 +272,20 @@ class FakeGenerator:
 
 
 class FakeScorer:
-    """A scorer that takes half a second a call, or as given, and a tenth of one a new token.
+    """A scorer that takes ``seconds`` per call plus a tenth of a second per new token.
 
-    Its methods are those of :class:`~stretto.protocols.Scorer`. The score of rollout i is
-    ``i + 0.5``; one that follows a model gives its version for each token. What it is given is
-    checked: chunks in order, all tokens before the score, no new weights within a call.
+    Its methods are those of :class:`~stretto.protocols.Scorer`. The score of rollout i is ``i +
+    0.5``. If it follows a model, the score is its version for each token. It checks that chunks are
+    in order, all tokens precede the score, and no new weights arrive within a call.
 
     Args:
-        name: in the log, and of its scores.
+        name: name in the log and of its scores.
         follows: the trained model whose weights it loads; empty for none.
-        worthwhile_tokens: that make a call worth its cost.
-        seconds: that a call takes besides its tokens.
+        worthwhile_tokens: number of tokens that make a call worth its cost.
+        seconds: fixed duration of a call.
 
     Attributes:
-        hangs: set it to have :meth:`finish` take 30 years.
+        hangs: if set, :meth:`finish` takes 30 years.
     """
 
     def __init__(
@@ -351,14 +350,14 @@ class FakeScorer:
 
 
 class FakeLearner:
-    """A learner that learns nothing, in so many seconds a step, and publishes versions 1, 2, ...
+    """A learner that learns nothing, takes fixed seconds per step, and publishes versions 1, 2, ...
 
     Its methods are those of :class:`~stretto.protocols.Learner`.
 
     Attributes:
-        seconds: that a step takes.
-        version: that was published last.
-        mean_score: the mean reward that it reports, which controllers follow; may be changed
+        seconds: duration of a step.
+        version: the last published version.
+        mean_score: the mean reward that it reports, which controllers follow. It may be changed
             between steps.
     """
 

@@ -1,10 +1,10 @@
 """Data that flows between roles: prompts, responses, chunks, scores, batches, weights.
 
-All of it is frozen and can be pickled. No torch here, and no clock.
+All types are frozen and can be pickled. They use no torch and no clock.
 
-A *batch size* counts responses, everywhere. A *step* takes one batch to the learner, whatever
-mini-batches and epochs happen inside. A *version* counts weight syncs to the generator.
-A rollout's *staleness* is the learner's version minus the oldest version among its tokens.
+A *batch size* always counts responses. A *step* trains on one batch, with any number of
+mini-batches and epochs. A *version* counts weight syncs to the generator. A rollout's *staleness*
+is the learner's version minus the oldest version among its tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ V = TypeVar("V", covariant=True)
 
 
 class Message(TypedDict):
-    """A turn of a conversation, as chat templates take it; other keys belong to calls of tools."""
+    """A turn of a conversation for chat templates. The optional keys belong to tool calls."""
 
     role: str
     content: str
@@ -46,12 +46,12 @@ class Prompt:
     """A prompt that the actor answers.
 
     Attributes:
-        id: stable over the whole run: the prompt's place in the task's (shuffled) order.
+        id: the prompt's place in the task's (shuffled) order, stable during the run.
         tokens: the prompt as the actor reads it.
-        text: before tokenisation (chat template applied where there is one).
-        messages: the conversation, where the prompt is one; ``None`` for plain text.
-        from_text: whether the row's own prompt is text, whatever template was applied to it.
-        data: the dataset row that the prompt came from; what reward functions look at.
+        text: the prompt before tokenisation, with the chat template applied if any.
+        messages: the conversation, ``None`` for plain text.
+        from_text: whether the row's own prompt is text, even if a template was applied to it.
+        data: the dataset row of the prompt, for reward functions.
     """
 
     id: int
@@ -63,22 +63,22 @@ class Prompt:
 
     @property
     def bare(self) -> Prompt:
-        """The prompt with its id and tokens alone, which is all that models read."""
+        """The prompt with only its id and tokens, which is all that models read."""
         return Prompt(self.id, self.tokens, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one response is sampled, in place of what the engine's settings say.
+    """Sampling of one response, overriding the engine's settings.
 
     Attributes:
         max_new_tokens, temperature, top_k, top_p: as in the settings ``rollout``.
-        seed: a seed, and which of its random streams (of a run: the rollout with that id) gives the
-            response's random numbers; ``None``: those of the run's seed and the response's id.
-        top_logprobs: likeliest tokens that are reported beside each sampled one.
-        max_turn_tokens: of one turn of an episode, whose tokens ``max_new_tokens`` counts, context
-            among them. 0: the response is no episode, and what would end a turn ends it.
-        stop: strings that end a turn of an episode, besides those of the settings.
+        seed: a seed and the number of its random stream (in a run: the rollout id). ``None``: the
+            run's seed and the response's id.
+        top_logprobs: number of likeliest tokens to report with each sampled one.
+        max_turn_tokens: token limit of one turn of an episode. ``max_new_tokens`` counts all its
+            tokens, including context. 0: not an episode; an end of turn ends the response.
+        stop: strings that end a turn of an episode, in addition to those of the settings.
     """
 
     max_new_tokens: int
@@ -92,36 +92,36 @@ class Sampling:
 
     @property
     def distribution(self) -> tuple[float, int, float]:
-        """What the distribution depends on: temperature, top_k, top_p."""
+        """Parameters of the distribution: temperature, top_k, top_p."""
         return self.temperature, self.top_k, self.top_p
 
     def like(self, other: Sampling) -> bool:
-        """Return whether tokens are drawn as another one's, and nothing is reported beside them."""
+        """Return whether tokens have the same distribution as ``other``'s, without top_logprobs."""
         return self is other or (self.distribution == other.distribution and not self.top_logprobs)
 
 
 CONTEXT = -1
-"""The version of tokens that no policy sampled; their log-probability is 0."""
+"""Version of tokens that no policy sampled. Their log-probability is 0."""
 
 FORKS = 1 << 40
-"""Ids of an episode's samples are apart by this number; the first has the episode's id."""
+"""Distance between ids of an episode's samples. The first has the episode's id."""
 
 
 def episode_of(rollout_id: int) -> int:
-    """Return the id of the episode that a rollout is a sample of."""
     return rollout_id % FORKS if rollout_id >= 0 else -(-rollout_id % FORKS)
 
 
 def fork_id(root: int, number: int) -> int:
-    """Return the id of the sample of an episode that begins as its fork of this number, from 1."""
+    """Return the id of the sample that is fork ``number`` (from 1) of an episode."""
     return root + number * (FORKS if root >= 0 else -FORKS)
 
 
 class FinishReason(StrEnum):
-    """The reason why a response ended: an end token or a stop string, or the token limit.
+    """Why a response ended: an end token or stop string, or the token limit.
 
-    It comes from the engine, never from the padding. In an episode an end token or a stop string
-    ends a turn; the response then waits for its environment. A limit, a turn's too, ends both.
+    The engine sets it; it is never inferred from padding. In an episode an end token or stop string
+    ends a turn, and the response then waits for its environment. A limit, also of a turn, ends
+    both.
     """
 
     STOP = "stop"
@@ -135,13 +135,14 @@ class Chunk:
 
     Attributes:
         start: index of the first token in the response.
-        tokens: token ids [t]; none only when ``finish`` is set.
+        tokens: token ids [t]; none only if ``finish`` is set.
         logprobs: [t], of each token under the distribution it was sampled from.
-        version: of the policy that sampled them; :data:`CONTEXT` for those of an environment.
-        finish: why the rollout, or its turn, ended with this chunk; ``None`` while it goes on.
-        sampled: [t], true where the policy drew the token; ``None``: it drew all of them.
-        top_logprobs: for each token, the likeliest ones in its place with their log-probabilities,
-            the likeliest first; empty where none were asked for.
+        version: version of the policy that sampled them; :data:`CONTEXT` for an environment's.
+        finish: why the rollout, or its turn, ended with this chunk; ``None`` while it continues.
+        sampled: [t], true if the policy sampled the token; ``None``: it sampled all of them.
+        top_logprobs: for each token, the likeliest tokens at its place with their
+            log-probabilities,
+            in descending order. Empty if not requested.
     """
 
     rollout_id: int
@@ -155,9 +156,9 @@ class Chunk:
 
 
 class Decoded(NamedTuple):
-    """The outcome of a decode call: a chunk of each rollout that advanced, and the decode steps.
+    """Result of a decode call: a chunk of each rollout that advanced, and the decode steps.
 
-    A rollout may have been part of fewer steps.
+    Single rollouts may have taken part in fewer steps.
     """
 
     chunks: Sequence[Chunk]
@@ -166,20 +167,20 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A rollout as roles are told of it: a prompt, and the response to it so far.
+    """A rollout as roles see it: a prompt, and the response to it so far.
 
     Attributes:
-        id: of the rollout.
+        id: id of the rollout.
         group: shared by the rollouts of one prompt in one draw.
         prompt: with text, messages and data only for roles that read them.
         tokens: ids of the response so far, [T].
-        version: of the policy that sampled the last token; 0 where there is none.
+        version: version of the policy that sampled the last token; 0 without tokens.
         finish, sampled: as in :class:`Chunk`.
-        sampling: how it goes on, where that is its own; ``None``: as the engine's settings say.
-        messages: what an episode's response says, for roles that read text; ``None`` for others.
-        joints: where a further sample of an episode begins, the text that answered the turn before;
-            by places in ``tokens``. Only for roles that score an episode once.
-        logprobs: of an episode's tokens, for its environment; ``None`` for others.
+        sampling: its own sampling; ``None``: as the engine's settings.
+        messages: an episode's response as messages, for roles that read text; otherwise ``None``.
+        joints: text of the observation before each further sample of an episode, by its start in
+            ``tokens``. Only for roles that score an episode once.
+        logprobs: of an episode's tokens, for its environment; otherwise ``None``.
     """
 
     id: int
@@ -204,7 +205,7 @@ class Response:
 
     @property
     def turn_start(self) -> int:
-        """The place in the response where its present turn begins: behind the last context."""
+        """Index in the response at which its present turn begins, after the last context token."""
         if self.sampled is None:
             return 0
         context = np.flatnonzero(~self.sampled)
@@ -213,23 +214,23 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The answer of an environment to a turn: what the policy reads next, or the episode's end.
+    """An environment's answer to a turn: context for the policy, or the episode's end.
 
     Attributes:
-        rollout_id: the sample that goes on, or ends: the one whose turn it was, another one of the
-            episode that waits, or a new one (a fork), whose id no sample has.
-        number: 0 for the opening of an episode, and 1 more for each that follows.
-        tokens: context for that sample, [t]; none where the episode is over.
-        prompt: of a sample that begins: where an opening changes it, and of each fork.
-        reward: of the turn; of the last one, with what the whole episode earns.
+        rollout_id: the sample that continues or ends: the one whose turn it was, another waiting
+            one of the episode, or a fork with a new id.
+        number: 0 for the opening of an episode, then increasing by 1.
+        tokens: context for that sample, [t]; none if the episode is over.
+        prompt: prompt of a new sample: of each fork, and of an opening that changes it.
+        reward: reward of the turn; for the last turn, plus the reward of the episode.
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
-            or ``seconds``; empty while it goes on.
-        messages: the turn as a message, and those that answer it.
-        left: the same of the sample whose turn it was, where another one goes on: that sample reads
-            its turn alone.
-        max_turn_tokens: of the turn that is asked for, where that is less than the run's; else 0.
-        stop: strings that end that turn, besides the run's.
-        record: plain data on what was called: names, arguments, statuses, seconds, errors.
+            or ``seconds``; empty while it continues.
+        messages: the turn as a message, and the messages that answer it.
+        left: messages of the sample whose turn it was, if another one continues. That sample only
+            gets its own turn.
+        max_turn_tokens: limit of the next turn if below the run's, else 0.
+        stop: strings that end that turn, in addition to the run's.
+        record: plain data on calls: names, arguments, statuses, seconds, errors.
     """
 
     rollout_id: int
@@ -256,33 +257,33 @@ class Observation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Observation:
-        """Make an observation of what :meth:`state_dict` returned."""
+        """Restore an observation from :meth:`state_dict`."""
         tokens = np.array(state["tokens"], np.int32)
         told = {name: tuple(state.get(name, ())) for name in ("messages", "left", "stop")}
         return cls(**{**state, "tokens": tokens, **told})
 
 
 def short_name(scorer: str) -> str:
-    """Return a scorer's name without the folder of the file it may come from, for people."""
+    """Return a scorer's name for display, without the folder of its file."""
     return scorer.rpartition("/")[2]
 
 
 def is_finite(number: float) -> bool:
-    """Return whether a reward is finite as float32, which it is trained on as."""
+    """Return whether a reward is finite as float32, in which it is trained on."""
     return abs(number) < 2.0**128 - 2.0**103  # half a step beyond the largest number
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The answer of one scorer on one finished rollout.
+    """One scorer's result for one finished rollout.
 
     Attributes:
         source: the scorer's name, unique in a run.
-        kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number a sampled token).
-        values: [1] for a reward, [T] for the others, T the response's sampled tokens. Empty for a
-            reward that does not apply to the rollout.
+        kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number per sampled token).
+        values: [1] for a reward, otherwise [T] with the T sampled tokens. Empty for a reward that
+            does not apply to the rollout.
         failure: why there is no score; ``values`` is then empty. Never a silent zero.
-        extra: what a reward function gave beside its score, by name; plain data.
+        extra: further values of a reward function, by name; plain data.
     """
 
     rollout_id: int
@@ -294,31 +295,31 @@ class Score:
 
     @property
     def scalar(self) -> float | None:
-        """The value of a scalar score; ``None`` where it does not apply, or failed."""
+        """The value of a scalar score; ``None`` if it does not apply, or failed."""
         return float(self.values[0]) if len(self.values) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields, values as an array; :meth:`from_state` makes the score again."""
+        """Return all fields, with values as an array, for :meth:`from_state`."""
         values = array("f")
         values.frombytes(np.ascontiguousarray(self.values, np.float32).view(np.uint8).data)
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"values": values}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Score:
-        """Make a score of fields, whose values may be of any kind that numpy takes."""
+        """Restore a score from fields. Values may be of any kind that numpy accepts."""
         return cls(**{**state, "values": np.asarray(state["values"], np.float32)})
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """A ticket for one version of one model's weights, from the learner to those who load them.
+    """Reference to one version of a model's weights, from the learner to roles that load them.
 
     Attributes:
         model: ``actor`` or ``critic``.
-        version: how many weight syncs came before.
-        fingerprint: of the tensors, as the learner sees them. The role that loads them computes it
-            again and refuses to go on if the two differ.
-        channel: where the tensors are; empty where both sides share memory, and none travel.
+        version: number of preceding weight syncs.
+        fingerprint: of the tensors at the learner. The loading role computes it again and raises
+            an error if the two differ.
+        channel: location of the tensors; empty if both sides share memory and none are sent.
     """
 
     model: str
@@ -328,21 +329,21 @@ class WeightsRef:
 
 
 Hold = Literal["keep", "offload", "remake"]
-"""What becomes of the keys and values of a parked rollout, whose environment is at work.
+"""Treatment of a parked rollout's KV cache while its environment works.
 
-``keep`` leaves them on the device, ``offload`` takes them to the host's memory, and ``remake``
-drops them: what the rollout goes on with is then prefilled as a whole.
+``keep`` leaves it on the device, ``offload`` moves it to host memory, and ``remake`` drops it: the
+full sequence is prefilled when the rollout continues.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """A rollout on its way from one generator to another.
+    """A rollout that moves from one generator to another.
 
     Attributes:
-        cache: its keys and values, in a form that generators of one kind understand; ``None`` when
-            the receiver is to prefill the tokens again.
-        cached_tokens: prompt and response tokens that ``cache`` covers.
+        cache: its KV cache, in a format of generators of one kind; ``None`` if the receiver must
+            prefill the tokens again.
+        cached_tokens: number of prompt and response tokens in ``cache``.
     """
 
     rollout_id: int
@@ -352,27 +353,26 @@ class KVTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Scored responses on their way to the learner, in columns.
+    """Scored responses for the learner, in columns.
 
-    B responses; N tokens of them all, those of one response after those of another; M of them are
-    sampled.
+    B responses have N tokens, concatenated response by response. M of the tokens are sampled.
 
     Attributes:
-        ids: [B], of the rollouts.
+        ids: [B], rollout ids.
         prompts: token ids of each prompt.
         prompt_ids: [B]; responses to one prompt share one id.
         lengths: [B], in tokens.
-        ended: [B], true where the response ended by itself.
+        ended: [B], true if the response ended by itself.
         tokens: [N].
-        logprobs: [N], of the distribution that each token was sampled from.
-        versions: [N], of the policy that sampled each token; :data:`CONTEXT` for the others.
-        rewards: [B], by reward source; 0 where a source does not apply.
+        logprobs: [N], under the distribution that each token was sampled from.
+        versions: [N], of the policy that sampled each token, or :data:`CONTEXT`.
+        rewards: [B], by reward source; 0 if a source does not apply.
         applies: [B], by reward source.
         per_token: [M], by the kind of the score: ``logprobs`` of the reference, ``values``.
-        sampled: [N], true where the policy drew the token; ``None``: it drew all of them.
-        turn_rewards: [M], what an environment gave for turns, at the last token of each, and 0
-            elsewhere; part of the rewards of its source. ``None`` where it gave none.
-        episodes: [B], shared by the samples of one episode; ``None``: each has one of its own.
+        sampled: [N], true if the policy sampled the token; ``None``: it sampled all of them.
+        turn_rewards: [M], an environment's rewards of turns, each at the turn's last token, and 0
+            elsewhere; part of the rewards of its source. ``None`` if there are none.
+        episodes: [B], shared by the samples of one episode; ``None``: each is its own episode.
     """
 
     ids: LongArray
@@ -395,7 +395,7 @@ class TrainBatch:
 
     @property
     def response_count(self) -> int:
-        """Responses, the samples of an episode counted once."""
+        """Number of responses, counting the samples of an episode once."""
         return len(self) if self.episodes is None else len(np.unique(self.episodes))
 
     @property
@@ -404,18 +404,18 @@ class TrainBatch:
         return sum(map(len, self.prompts)) + len(self.tokens)
 
     def split(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
-        """Split a column of tokens [N] into one array a response."""
+        """Split a column of tokens [N] into one array per response."""
         return np.split(column, np.cumsum(self.lengths)[:-1])
 
     def split_sampled(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
-        """Split the sampled tokens of a column, [N] or [M], into one array a response."""
+        """Split the sampled tokens of a column, [N] or [M], into one array per response."""
         drawn = sampled_of(self)
         lengths = [int(d.sum()) for d in self.split(drawn)]
         of_drawn = column if len(column) < len(drawn) else column[drawn]
         return np.split(of_drawn, np.cumsum(lengths)[:-1])
 
     def responses(self) -> list[Response]:
-        """Return each response with its prompt, tokens alone."""
+        """Return each response with its prompt, with tokens only."""
         masks = [None] * len(self) if self.sampled is None else self.split(self.sampled)
         columns = self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks
         return [
@@ -424,15 +424,16 @@ class TrainBatch:
         ]
 
     def totals(self, weights: Mapping[str, float] | None = None) -> npt.NDArray[np.float64]:
-        """Return the sum of each response's rewards, [B], weighted by source if so asked."""
+        """Return the sum of each response's rewards, [B], optionally weighted by source."""
         total = np.zeros(len(self))
         for source in self.rewards:
             total += self._of_episodes(source) * (1.0 if weights is None else weights[source])
         return total
 
     def by_source(self) -> npt.NDArray[np.float64]:
-        """Return each response's reward of each source, [B, S]; NaN if the source does not apply to
-        it, or to any sample of its episode."""
+        """Return each response's reward by source, [B, S]. NaN if the source applies neither to it
+        nor to any sample of its episode.
+        """
         columns = []
         for source in self.rewards:
             applies = self.applies.get(source, np.ones(len(self), np.bool_))
@@ -443,8 +444,8 @@ class TrainBatch:
         return np.stack(columns, axis=1)
 
     def _of_episodes(self, source: str) -> npt.NDArray[np.float64]:
-        """Return a source's rewards [B]; all samples of an episode have the mean of those of its
-        samples that the source applies to.
+        """Return a source's rewards [B]. All samples of an episode get the mean over its samples to
+        which the source applies.
         """
         values = self.rewards[source].astype(np.float64)
         if self.episodes is None:
@@ -455,16 +456,15 @@ class TrainBatch:
 
 
 def sampled_of(tokens: Chunk | Response | TrainBatch) -> BoolArray:
-    """Return which of the tokens the policy drew, one bool each."""
+    """Return which of the tokens the policy sampled, one bool each."""
     everything = np.ones(len(tokens.tokens), np.bool_)
     return everything if tokens.sampled is None else tokens.sampled
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOutput:
-    """The outcome of a step of training: metrics, and the rewards [B] as trained on.
-
-    These are the weighted sums, after the rule for missing ends.
+    """Result of a training step: metrics, and the rewards [B] that were trained on, which are
+    weighted sums after the rule for missing ends.
     """
 
     stats: Stats
@@ -473,18 +473,17 @@ class TrainOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScorerInfo:
-    """The facts about a scorer that a schedule needs.
+    """Facts about a scorer that a schedule needs.
 
     Attributes:
         name: unique in a run; the key of its scores.
-        follows: the trained model whose weights it loads at each weight sync; empty when it is
-            frozen.
-        streams: whether it works on rollouts before they end; if not, it gets whole ones.
-        reads_text: whether it reads prompts' text, messages and data, and not tokens alone.
-        worthwhile_tokens: that make a call worth its fixed cost; it gets fewer only when a role
-            waits.
-        whole_episodes: whether it scores an episode once, on the sample that ends it, and not each
-            of its samples.
+        follows: the trained model whose weights it loads at each weight sync; empty if frozen.
+        streams: whether it works on rollouts before they end; otherwise it gets complete ones.
+        reads_text: whether it reads prompts' text, messages and data in addition to tokens.
+        worthwhile_tokens: number of tokens that make a call worth its fixed cost. It gets fewer
+            only if a role waits.
+        whole_episodes: whether it scores an episode once, on the sample that ends it, instead of
+            each of its samples.
     """
 
     name: str
@@ -502,8 +501,8 @@ class Work:
 
     Attributes:
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; swap; or wait.
-        attributes: further facts, such as rollouts, tokens, version.
-        beside: whether it went on beside calls, and may have begun before this one was made.
+        attributes: further facts, for example rollouts, tokens, version.
+        beside: whether it ran in parallel with calls, and may have begun before this one.
     """
 
     name: str
@@ -528,14 +527,14 @@ class Reply(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities of a generation engine.
+    """Abilities of a generation engine.
 
     Attributes:
-        moves_cache: hands keys and values of a rollout to another engine of its kind.
-        deterministic: samples the same tokens from the same seed, whatever is decoded beside.
-        interruptible: stops after any token, and goes on later where it was.
-        logprobs: ``sampled``: of the distribution that tokens are drawn from, with temperature and
-            truncation; ``raw``: of the model's own.
+        moves_cache: can pass a rollout's KV cache to another engine of its kind.
+        deterministic: samples the same tokens from the same seed, in any batch.
+        interruptible: can stop after any token, and continue later.
+        logprobs: ``sampled``: of the distribution that tokens are sampled from, with temperature
+            and truncation; ``raw``: of the model's own.
     """
 
     moves_cache: bool
