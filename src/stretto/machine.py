@@ -37,6 +37,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Self:
+        """Return the facts about the machine of this process."""
         import torch
 
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))

@@ -313,6 +313,7 @@ class RewardSource:
 
 
 def reward_source(name: str) -> RewardSource:
+    """Parse a source of rewards."""
     if name == "task":
         return RewardSource(name, "task")
     if name == ENVIRONMENT:
