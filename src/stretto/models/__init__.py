@@ -1,1 +1,1 @@
-"""Language models: find, load, check, run and save. Import the modules; this one stays light."""
+"""Language models: find, load, check, run and save. Import the modules, as this one stays light."""

@@ -1,6 +1,6 @@
-"""The one seam for what differs between computing on a CPU and on a CUDA GPU.
+"""The only module that distinguishes computing on a CPU and on a CUDA GPU.
 
-It does not import torch: memory and threads of the process are to be settled before that.
+It does not import torch, because memory and threads of the process must be configured before that.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ if TYPE_CHECKING:
     from stretto.models.devices import Backend
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
-"""glibc's mallopt(3) knows these by number."""
+"""Option numbers of glibc's mallopt(3)."""
 
 SPIN_TURNS = 2_000
-"""Turns for which an early thread of an operation spins before it sleeps; libgomp's own are
-300,000."""
+"""Turns for which a waiting OpenMP thread spins before it sleeps. libgomp's default is 300,000."""
 
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
-"""Variables by which a user says how OpenMP's threads wait."""
+"""Variables with which a user configures how OpenMP threads wait."""
 
 
 def keep_freed_memory() -> None:
-    """Reuse the memory of freed tensors, and ask for it in huge pages, where glibc is in use.
-
-    By default it maps large tensors anew each time, and every fresh page costs a fault at its first
-    touch, which on a CPU makes elementwise operations several times slower (docs/performance.md).
-    Takes full effect when called before torch is imported.
+    """Reuse the memory of freed tensors, and request it in huge pages, if glibc is in use. By
+    default glibc maps large tensors newly each time, and every fresh page costs a fault at its
+    first touch, which on a CPU makes elementwise operations several times slower
+    (docs/performance.md). Takes full effect if called before torch is imported.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -41,27 +39,25 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
-        mallopt(_ARENA_MAX, 1)  # what one thread frees, another may reuse
+        mallopt(_ARENA_MAX, 1)  # lets a thread reuse memory that another one freed
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_TOP_PAD, 64 << 20)
 
 
 def sleep_when_waiting() -> None:
-    """Let threads of GNU's OpenMP, which torch's wheels for Linux have, sleep soon when they wait.
-
-    On a core that another process wants too the last thread of an operation comes late, and threads
-    that spin make it later. A user's own setting stays. Takes effect before torch is imported, and
-    in all processes that this one starts.
+    """Let waiting threads of GNU's OpenMP, which torch's Linux wheels use, sleep soon. If another
+    process wants the same core, an operation's last thread is late, and spinning threads delay it
+    further. A user's own setting is kept. Takes effect before torch is imported, and in all
+    processes that this one starts.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_TURNS)
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device to compute on: of a name in the settings, or in a placement ("cuda:3").
-
-    A GPU has its number, as threads other than the main one begin at the first GPU, and as
-    communicators are known by it. Raises ConfigError if CUDA is asked for and missing.
+    """Return the device for a name in the settings or a placement ("cuda:3"). GPUs get an explicit
+    index, because threads other than the main one start on the first GPU, and communicators
+    identify GPUs by it. Raises ConfigError if CUDA is requested but missing.
     """
     import torch
 
@@ -76,13 +72,13 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu")
     if name.startswith("cuda:"):
         return torch.device(name)
-    # Asking for the current one would make a context, which a process may not want to have.
+    # Querying the current device would create a context, which the process may not want.
     index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     return torch.device("cuda", index)
 
 
 def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
-    """Return the type to compute in; for ``auto`` the one that :func:`fastest_dtype` finds."""
+    """Return the type to compute in. ``auto`` uses :func:`fastest_dtype`."""
     import torch
 
     if name == "auto":

@@ -1,7 +1,7 @@
-"""Forward passes over a key-value cache in slots: what the engine and the streamed scorers share.
+"""Forward passes over a key-value cache in slots, for the engine and the streamed scorers.
 
-Shapes: S slots, C positions a slot, n rows, q tokens a row, K key positions read, H hidden size;
-h key-value heads, d head size, c cached tokens of one row.
+Shapes: S slots, C positions per slot, n rows, q tokens per row, K key positions read, H hidden
+size, h key-value heads, d head size, c cached tokens of one row.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from stretto.models.forward import positions as positions_of
 Masks = Tensor | Mapping[str, Tensor]
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Settings of a model's config, of which it has one at most: the number of last tokens that a layer
-with a window sees; that of the tokens of a chunk, of which it sees the earlier ones (Llama 4)."""
+"""Config settings of windowed layers, of which a model has at most one. The first is the number of
+last tokens that a layer attends to. The second is the size of a chunk, whose earlier tokens a layer
+attends to (Llama 4).
+"""
 
 GRAIN = 64
 """Slots grow by multiples of this many positions."""
 
 CHECKED = 24
-"""Tokens of the longest sequence that a model is checked on."""
+"""Tokens of the longest sequence in the check of a model."""
 
 _NARROW = 4
-"""Tokens that layers with a window see during the check."""
+"""Window width during the check."""
 
 ADVICE = "Choose a decoder-only model with plain full or sliding-window attention"
 
 
 class CachedPass:
-    """A causal model without its head, all of whose state is keys and values, over a slot cache."""
+    """A causal model without its head, whose entire state is keys and values, over a slot cache."""
 
     def __init__(self, model: nn.Module, cache: SlotCache) -> None:
         self.cache = cache
@@ -54,7 +56,9 @@ class CachedPass:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Put tokens of rows into the cache, from start positions on: hidden states [n, q, H]."""
+        """Put tokens of rows into the cache at their start positions. Returns hidden states [n, q,
+        H].
+        """
         ids = pad_right(rows, self.device)
         width, index = ids.shape[1], torch.tensor(slots, device=self.device)
         steps = torch.arange(width, device=self.device)
@@ -66,7 +70,7 @@ class CachedPass:
         padding = steps >= lengths[:, None]
         read = max(s + len(row) for s, row in zip(starts, rows, strict=True))
         self.cache.aim(index, at.masked_fill(padding, self.cache.capacity), read)
-        at = at.masked_fill(padding, 0)  # a model with learned positions has none for padding
+        at = at.masked_fill(padding, 0)  # learned positions have none for padding
         return self._hidden(ids, at, self._masks(at, read))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
@@ -80,15 +84,16 @@ def check_cache(
     newest: Callable[[Tensor, Tensor, int], Tensor],
     head: Callable[[Tensor], Tensor],
 ) -> None:
-    """Raise EngineError if passes over a cache of two slots do not give what a plain pass gives.
+    """Raise EngineError if passes over a cache of two slots differ from a plain pass.
 
-    Prefill, continued prefill and a last token are checked, over rows of two lengths; in low
-    precision the median of five draws of tokens counts. Sliding windows are narrowed to a few
-    tokens, to look beyond them. Other effects that begin late in a sequence are not seen.
+    Checks prefill, continued prefill and a last token, over rows of two lengths. In low precision
+    the median of five draws of tokens counts. Sliding windows are narrowed to a few tokens, so that
+    the check reaches beyond them. Other effects that begin late in a sequence are not detected.
 
     Args:
-        newest: what the newest tokens give, out of ids [2], positions [2] and key positions read.
-        head: the same of the hidden states [2, H] of a plain pass.
+        newest: computes the output of the newest tokens from ids [2], positions [2] and the number
+            of key positions read.
+        head: computes the same from the hidden states [2, H] of a plain pass.
     """
     model: Any = own.backbone
     own.cache.reserve(CHECKED)
@@ -111,7 +116,7 @@ def check_cache(
     with _explained(model):
         worst, allowed = gap()
         if not worst <= allowed and own.dtype != torch.float32:
-            # Rounding is large on some tokens, as on control tokens without a text around them.
+            # Rounding is large on some tokens, for example control tokens without surrounding text.
             gaps = sorted([(worst, allowed), *(gap() for _ in range(4))], key=lambda g: g[0] / g[1])
             worst, allowed = gaps[2]
     if not worst <= allowed:
@@ -138,7 +143,7 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
     rest = [row[n:] for row, n in zip(rows, first, strict=True)]
     with _explained(own.backbone):
         wide = [_plain(own, row) for row in rows]
-        try:  # transformers reads the width of windows from the config in each pass
+        try:  # transformers reads window widths from the config in each pass
             for config, name, _ in windows:
                 setattr(config, name, _NARROW)
             own.prefill([0, 1], [0, 0], begun)
@@ -190,7 +195,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
-    """Count the slots of a model's cache that fit into memory, with a token's bytes measured."""
+    """Return how many cache slots fit into memory, from a measured token."""
     own = CachedPass(model, SlotCache(1))
     own.cache.reserve(1)
     with _explained(own.backbone):
@@ -200,9 +205,8 @@ def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
 
 
 class LayerMasks:
-    """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer.
-
-    The window of the text decoder's config is read anew for each mask, as transformers does.
+    """Boolean attention masks [n, 1, q, K] from positions, one per kind of layer. The window width
+    of the text decoder's config is reread for each mask, as in transformers.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -221,7 +225,7 @@ class LayerMasks:
         self._setting = WINDOWS[self._near == "chunked_attention"]
         try:
             getattr(config, self._setting, None)
-        except RuntimeError as error:  # of a config whose layers differ in it
+        except RuntimeError as error:  # if layers of a config differ in it
             raise EngineError(
                 "layers have windows of different sizes; slots are for full attention and windows "
                 "of one size. Choose another model",
@@ -250,7 +254,7 @@ class LayerMasks:
 
 @dataclass(frozen=True, slots=True)
 class RowCache:
-    """Copies of a row's keys and values, [h, c, d] each, begun under weights of the version."""
+    """Copies of a row's keys and values, [h, c, d] each. ``version`` is of its first weights."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -266,10 +270,8 @@ class RowCache:
 
 
 class SlotCache(Cache):
-    """Keys and values of every layer, [S, h, C + 1, d] each, allocated when first seen.
-
-    The last position of a slot is scratch for padding, and never read. ``moves`` counts how often
-    they went to new memory.
+    """Keys and values of every layer, [S, h, C + 1, d] each, allocated at first use. The last
+    position of a slot is scratch for padding, and never read. ``moves`` counts reallocations.
     """
 
     def __init__(self, slots: int) -> None:
@@ -285,7 +287,7 @@ class SlotCache(Cache):
         self._read = 0
 
     def reserve(self, positions: int) -> None:
-        """Make every slot hold at least ``positions`` tokens; what is stored stays."""
+        """Make every slot hold at least ``positions`` tokens, keeping the contents."""
         if positions <= self.capacity:
             return
         self.capacity = _grained(positions)
@@ -296,7 +298,7 @@ class SlotCache(Cache):
                 store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
 
     def hold(self, rows: int, most: int) -> None:
-        """Have ``rows`` slots or more, up to ``most``; what is stored stays."""
+        """Provide at least ``rows`` slots, limited by ``most``, keeping the contents."""
         if rows <= self.slots:
             return
         self.slots = min(most, max(rows, self.slots * 3 // 2))
@@ -308,15 +310,15 @@ class SlotCache(Cache):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers; 0 before the first pass."""
+        """Bytes of one token's keys and values in all layers. 0 before the first pass."""
         return sum(t.shape[1] * t.shape[3] * t.itemsize for t in (*self._keys, *self._values))
 
     def aim(self, rows: slice | Tensor, positions: Tensor | None, read: int) -> None:
-        """Set what the next forward pass writes and reads.
+        """Set the targets of the next forward pass.
 
         Args:
-            rows: its slots; a slice reads them without a copy.
-            positions: [n, q] where its tokens go, padding at ``capacity``; ``None`` when every row
+            rows: its slots. A slice avoids a copy when reading.
+            positions: [n, q] of its tokens, with padding at ``capacity``. ``None`` if every row
                 starts at position 0 (attention is then within the pass).
             read: attend to positions up to this one, exclusive.
         """
@@ -329,7 +331,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [n, h, q, d]; return what to attend to."""
+        """Store a layer's new keys and values [n, h, q, d]. Return those to attend to."""
         if layer_idx == len(self._keys):
             shape = (self.slots, key_states.shape[1], self.capacity + 1)
             self._keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
@@ -358,7 +360,7 @@ class SlotCache(Cache):
         return RowCache(keys, values, version)
 
     def put(self, slot: int, row: RowCache, device: torch.device) -> None:
-        """Write a row into a slot; raises EngineError if it is of a model with other layers."""
+        """Write a row into a slot. EngineError if it is from a model with other layers."""
         for store, layers in ((self._keys, row.keys), (self._values, row.values)):
             if not store:
                 shapes = [(self.slots, x.shape[0], self.capacity + 1, x.shape[2]) for x in layers]
@@ -375,15 +377,15 @@ class SlotCache(Cache):
                 target[slot, :, : source.shape[1]] = source
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: nothing depends on it, as positions are always given."""
+        """Return 0: nothing depends on it, as positions are always passed."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Key length and offset of a pass that starts at position 0."""
+        """Return key length and offset of a pass that starts at position 0."""
         return query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the first query of a pass that starts at position 0."""
+        """Return the position of the first query of a pass that starts at position 0."""
         return 0
 
 

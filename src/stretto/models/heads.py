@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
-"""Names of the linear layer in transformers."""
+"""Names of the head's linear layer in transformers."""
 
 
 def scalar_head(model: nn.Module) -> nn.Module:
-    """Return the linear layer [H] -> [1] of a sequence classifier; raises ModelError without."""
+    """Return the linear layer [H] -> [1] of a sequence classifier. ModelError without one."""
     classifier = unwrapped(model)
     for name in HEAD_NAMES:
         head = getattr(classifier, name, None)
@@ -44,7 +44,7 @@ def scalar_head(model: nn.Module) -> nn.Module:
 
 
 def apply_scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the head's output for hidden states [..., H] -> [...], in float32."""
+    """Apply the head to hidden states, [..., H] -> [...], in float32."""
     head: Any = scalar_head(model)
     trained = head.modules_to_save["default"] if hasattr(head, "modules_to_save") else head
     bias = getattr(head, "bias", None)
@@ -53,10 +53,9 @@ def apply_scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def critic_from_actor(actor: nn.Module, *, shares: bool = False) -> nn.Module:
-    """Return a sequence classifier with the actor's backbone and a zero head.
-
-    The backbone is a copy, or if it ``shares`` modules of its own over the very weights: adapters
-    then train it, and leave these as they are.
+    """Return a sequence classifier with the actor's backbone and a zero head. The backbone is a
+    copy. If it ``shares``, it has its own modules over the same weights, so that adapters train it
+    without changing them.
     """
     lm = unwrapped(actor)
     own = headless(lm)
@@ -65,10 +64,9 @@ def critic_from_actor(actor: nn.Module, *, shares: bool = False) -> nn.Module:
 
 
 def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
-    """Return a sequence classifier that takes over a language model's backbone.
-
-    The head starts from N(0, 1 / (H + 1)), as in Stiennon et al. (2020); a head of zeros would let
-    nothing through to the backbone at first.
+    """Return a sequence classifier on a language model's backbone. The head starts from N(0, 1 / (H
+    + 1)), as in Stiennon et al. (2020), because no gradient would reach the backbone through a zero
+    head at first.
     """
     model = _classifier(lm, headless(lm), "choose another model.name")
     weight: Any = scalar_head(model).weight
@@ -79,13 +77,13 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
 
 def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
-    """Return a classifier with a zero head; ModelError if no code for such a class exists."""
+    """Return a classifier with a zero head. ModelError if there is no code for its class."""
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
     config = copy.deepcopy(lm.config)
     config.num_labels = 1
-    vars(config).pop("quantization_config", None)  # what is made is not in 4 bits, but for its body
+    vars(config).pop("quantization_config", None)  # only its body is in 4 bits
     register_classifier(type(config))
     auto_class: Any = AutoModelForSequenceClassification
     try:
@@ -107,10 +105,9 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
 
 
 def register_classifier(kind: type[PreTrainedConfig]) -> None:
-    """Make transformers know a sequence classifier for the models of a kind of config.
-
-    The class is transformers' own where there is one. Others are made as it makes most of its own:
-    a linear layer ``score`` on the last hidden state of what ``AutoModel`` gives.
+    """Register a sequence classifier with transformers for a config class. Uses transformers' own
+    class if there is one. Otherwise makes one like most of transformers' own: a linear layer
+    ``score`` on the last hidden state of ``AutoModel``.
     """
     from transformers import AutoModelForSequenceClassification as Auto
     from transformers.modeling_layers import GenericForSequenceClassification
@@ -122,19 +119,19 @@ def register_classifier(kind: type[PreTrainedConfig]) -> None:
     base = next(c for c in lm.__mro__ if c.__name__.endswith("PreTrainedModel"))
     own = {
         "config_class": kind,
-        "__module__": lm.__module__,  # whose source transformers searches for what a class can do
+        "__module__": lm.__module__,  # transformers inspects its source for features
         "__reduce__": lambda self: (_empty_classifier, (kind,), vars(self)),
     }
     name = f"{kind.__name__.removesuffix('Config')}ForSequenceClassification"
     made: Any = type(name, (GenericForSequenceClassification, base), own)
-    if not hasattr(kind, "pad_token_id"):  # which its pass reads, and CodeGen's config lacks
+    if not hasattr(kind, "pad_token_id"):  # read by its forward, missing for CodeGen
         setattr(kind, "pad_token_id", None)  # noqa: B010
-    # In 5.17 Auto.register() does nothing for the kinds of configs that transformers has itself.
+    # In 5.17 Auto.register() ignores config classes that belong to transformers itself.
     Auto._model_mapping._extra_content[kind] = made
 
 
 def _empty_classifier(kind: type[PreTrainedConfig]) -> PreTrainedModel:
-    """Return what unpickling fills: the class is in no module, where pickle would look for it."""
+    """Return an object for unpickling to fill, because pickle finds the class in no module."""
     from transformers import AutoModelForSequenceClassification as Auto
 
     register_classifier(kind)
@@ -145,10 +142,9 @@ def _empty_classifier(kind: type[PreTrainedConfig]) -> PreTrainedModel:
 
 def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> bool:
     """Give a sequence classifier and its tokenizer a padding token that ends no response.
-
-    transformers reads a classifier at the last token that is not padding. The tokenizer's own
-    padding token is kept where it is none of ``ends``; else the first special token that neither
-    ends nor begins a text is taken. Without one, transformers refuses batches.
+    transformers reads a classifier at the last token that is not padding. Keeps the tokenizer's own
+    padding token unless it is in ``ends``. Otherwise takes the first special token that neither
+    ends nor begins a text. Without one, transformers refuses batches.
     """
     taken = {*ends, tokenizer.eos_token_id}
     own: Any = tokenizer.pad_token_id

@@ -1,6 +1,6 @@
 """A model's config and the shapes of its weights, read from its files without torch.
 
-Checks before a run and plans of memory need no more, and so are fast.
+This is fast, and enough for checks before a run and for plans of memory.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 TensorShapes = Mapping[str, tuple[int, ...]]
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files of which a tokenizer has one at least."""
+"""File names of tokenizers. A tokenizer has at least one of them."""
 _INDEX = "model.safetensors.index.json"
 
 WHOLE = 64 << 20
-"""Bytes of a file that is read whole for its fingerprint."""
+"""Files up to this many bytes are read completely for their fingerprint."""
 HEAD, BLOCKS, BLOCK = 1 << 20, 64, 16 << 10
-"""Bytes that are read at the beginning of a longer file; number and size of blocks that are read
-of the rest, spread evenly."""
+"""For longer files: bytes read at the start, then number and size of blocks spread over the rest.
+"""
 
 
-@dataclass(frozen=True)  # no slots, as counts are kept
+@dataclass(frozen=True)  # no slots, as counts are cached
 class ModelInfo:
-    """The contents of a model's config, and the shapes of its weights.
+    """A model's config and the shapes of its weights.
 
     Attributes:
         source: ``config.json``.
-        weights: shapes by name; empty if the weights are not here.
-        folder: of the files; ``None`` if they are not on this machine.
+        weights: shapes by name, empty if the weights are not here.
+        folder: of the files, ``None`` if they are not on this machine.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ModelInfo:
 
     @cached_property
     def tensors(self) -> TensorShapes:
-        """Shapes of all weights; empty if they are not here, and transformers cannot tell them."""
+        """Shapes of all weights. Empty if neither files nor transformers provide them."""
         return self.weights or read_by_transformers(self.name, json.dumps(self.source))[1]
 
     def number(self, *names: str) -> int | None:
@@ -88,7 +88,7 @@ class ModelInfo:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters; raises ModelError if neither weights nor config tell."""
+        """Number of parameters. ModelError if neither weights nor config give it."""
         return _count(self.tensors) or round(self._shape(self.config, {}).parameters)
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int | None:
@@ -96,7 +96,7 @@ class ModelInfo:
         return None if layers is None else rank * sum(map(sum, layers))
 
     def adapted(self, targets: Collection[str]) -> list[tuple[int, ...]] | None:
-        """Return the shapes [outputs, inputs] of layers with adapters; ``None`` as above."""
+        """Return the shapes [outputs, inputs] of layers with adapters. ``None`` without weights."""
         if not self.tensors:
             return None
         layers = {n.removesuffix(".weight"): s for n, s in self.tensors.items() if len(s) > 1}
@@ -119,12 +119,12 @@ class ModelInfo:
 
     @cached_property
     def shape(self) -> Shape:
-        """The text decoder's shape, for plans on GPUs; ModelError if its layers differ."""
+        """The text decoder's shape, for plans on GPUs. ModelError if its layers differ."""
         shapes.require_one_shape(self.config, self.name)
-        if self.folder is None:  # a public model, whose entries are complete
+        if self.folder is None:  # a public model, with complete entries
             return self._shape(self.config, {})
         in_files = {} if "text_config" in self.source else self.weights
-        with suppress(ModelError):  # transformers may know sizes that the config leaves out
+        with suppress(ModelError):  # transformers may supply sizes missing in the config
             if in_files:
                 return self._shape(self.config, in_files)
         source = json.dumps(self.source)
@@ -132,7 +132,7 @@ class ModelInfo:
         return self._shape(config or self.config, in_files or weights)
 
     def _shape(self, config: Config, weights: TensorShapes) -> Shape:
-        """Raises ModelError if the shape has over 1% more or fewer parameters than the weights."""
+        """Raises ModelError if the shape's parameter count is over 1% off that of the weights."""
         tied = bool(config.get("tie_word_embeddings", True))
         if weights:
             heads = ("lm_head.weight", "embed_out.weight")
@@ -168,10 +168,10 @@ def read_by_transformers(
 ) -> tuple[Config, TensorShapes]:
     """Read a model's config (as JSON), with its defaults, and the shapes of its weights.
 
-    No memory is taken for weights. Both are empty if transformers does not know the kind of model.
+    Allocates no weights. Both results are empty if transformers does not know the model type.
 
     Args:
-        decoder: of the text decoder alone.
+        decoder: read only the text decoder.
     """
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -234,9 +234,8 @@ def described(name: str) -> ModelInfo:
 
 
 def with_adapter_settings(config: ModelConfig) -> ModelConfig:
-    """Return settings with rank, alpha, kind and targets of a PEFT adapter that they name.
-
-    Raises ConfigError if they contradict the adapter, or if it cannot be trained so.
+    """Return settings with rank, alpha, kind and targets of the PEFT adapter that they name. Raises
+    ConfigError if they contradict the adapter, or if it cannot be trained that way.
     """
     folder = adapter_folder(config.name)
     if folder is None:
@@ -273,7 +272,7 @@ def with_adapter_settings(config: ModelConfig) -> ModelConfig:
 
 
 def measure(config: ModelConfig) -> tuple[int, int | None]:
-    """Count a model's parameters without loading it: in all, and of its LoRA adapters, if any."""
+    """Count the parameters of a model, and of its LoRA adapters if any, without loading it."""
     info = described(config.name)
     if not config.lora_rank:
         return info.parameters, None
@@ -281,7 +280,7 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
 
 
 def tied_error(one: str, other: str) -> ConfigError:
-    """Return the error of an adapter on a weight that two layers share."""
+    """Return the error for an adapter on a weight that two layers share."""
     return ConfigError(
         f"model.lora_targets: {one} and {other} are one weight (tied), so that an adapter "
         "on the one could not be merged without changing the other; leave them out",
@@ -295,7 +294,7 @@ def require_targets(
     model: str,
     layers: Collection[str] | None = None,
 ) -> None:
-    """Raise ConfigError for a target of LoRA that is no module; ``layers`` may be meant."""
+    """Raise ConfigError for a LoRA target without a module, suggesting one of ``layers``."""
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in modules):
             ends = {name.rpartition(".")[2] for name in (layers or modules)}
@@ -337,7 +336,7 @@ NOT_ON_HUB = (
 
 
 def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return the config of a model or an adapter's base; ModelError if it cannot be read."""
+    """Return the config of a model or an adapter's base. ModelError if it cannot be read."""
     from transformers import AutoConfig
 
     if base := adapter_base(path):
@@ -350,9 +349,8 @@ def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def language_auto(kind: type[PreTrainedConfig]) -> Any:
-    """Return the auto class by which transformers makes language models of a kind of config.
-
-    A model that reads images too writes text about them; ``None`` where transformers has neither.
+    """Return transformers' auto class of the language models for a config class. It may be the one
+    for multimodal models that generate text. ``None`` if there is neither.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -362,7 +360,7 @@ def language_auto(kind: type[PreTrainedConfig]) -> Any:
 
 @contextmanager
 def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[None]:
-    """Turn errors of transformers on a bad checkpoint into a ModelError with a remedy."""
+    """Turn errors of transformers about a bad checkpoint into a ModelError with a remedy."""
     from huggingface_hub.errors import StrictDataclassError
 
     from_hub: AbstractContextManager[None] = nullcontext()
@@ -373,7 +371,7 @@ def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[
         with from_hub:
             yield
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        # A config that contradicts itself: the reason is what its check raised.
+        # A config that contradicts itself: its check's error is the reason.
         inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
         reason, remedy = first_line(inner or error).rstrip("."), NOT_ON_HUB
         if isinstance(path, Path):
@@ -388,12 +386,12 @@ def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[
 
 
 def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
-    """Return fingerprints of a model's config and weights, by the names of the files.
+    """Return fingerprints of a model's config and weights, by file name.
 
-    Of files beyond :data:`WHOLE` bytes come the size, the beginning (where safetensors has names,
-    types and shapes) and blocks spread over the rest: a step of training, another model or another
-    type change all of it; a few numbers that are edited between two blocks are not seen. A model of
-    the hub is known by its commit.
+    Files over :data:`WHOLE` bytes are fingerprinted by their size, their start (where safetensors
+    keeps names, types and shapes) and blocks spread over the rest. A training step, another model
+    or another type change all of it, but an edit of a few numbers between two blocks is not
+    detected. A model on the hub is identified by its commit.
     """
     path, below = resolve(name, say), dict[str, str]()
     if base := adapter_base(path):

@@ -1,4 +1,4 @@
-"""Load models in Hugging Face format, refuse those that cannot be trained here, and save them."""
+"""Load models in Hugging Face format, refuse untrainable ones, and save them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def load_tokenizer(
     path: Path | str, trust_remote_code: bool = False, say: Say = silent
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model; raises ModelError if it cannot be found or fetched."""
+    """Return a model's tokenizer. ModelError if it cannot be found or fetched."""
     with working(say, "loading the tokenizer"), explained(path, "the tokenizer"):
         from transformers import AutoTokenizer
 
@@ -61,19 +61,19 @@ def load_causal_lm(
     """Return a decoder-only language model, in eval mode and with every dropout at 0.
 
     Args:
-        path: a folder in Hugging Face format, with safetensors, or a hub name; or a folder of a
+        path: a folder in Hugging Face format, with safetensors, or a hub name, or a folder of a
             PEFT adapter, which is merged into its model, or if not ``merged`` left out.
-        in_files: leave weights in their files where that can be; see :mod:`stretto.models.mapped`.
-        load_in_4bit: have linear layers but the head in 4 bits, whatever ``in_files`` says.
+        in_files: leave weights in their files if possible. See :mod:`stretto.models.mapped`.
+        load_in_4bit: load linear layers except the head in 4 bits. Overrides ``in_files``.
 
     Raises:
-        MissingExtraError: it is to be in 4 bits, and bitsandbytes is not installed.
-        ModelError: it cannot be found, fetched or read; some of its weights are missing; it looks
-            ahead; or it keeps no key-value cache.
+        MissingExtraError: 4 bits are requested without bitsandbytes.
+        ModelError: the model cannot be found, fetched or read, lacks some weights, looks ahead, or
+            has no key-value cache.
     """
     from transformers import AutoModelForCausalLM
 
-    # A config of a model's own code is in no table of transformers.
+    # transformers has no entry for the config of a model with custom code.
     own = language_auto(type(load_config(path, trust_remote_code)))
     kind = own or AutoModelForCausalLM
     base = adapter_base(path)
@@ -100,7 +100,7 @@ def load_sequence_classifier(
     *,
     in_files: bool = False,
 ) -> PreTrainedModel:
-    """Return a model with one score for a sequence (a reward model); see :func:`load_causal_lm`."""
+    """Return a model with one score per sequence (a reward model). See :func:`load_causal_lm`."""
     from transformers import AutoModelForSequenceClassification
 
     if adapter_base(path):
@@ -132,7 +132,7 @@ def named_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int
 
 
 def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the configuration of a model by name, also of a known one that is not here."""
+    """Return a model's configuration by name. A known model need not be downloaded."""
     from transformers import AutoConfig
 
     if (entries := known_config(name)) is None:
@@ -174,7 +174,7 @@ def _load(
 
 
 def _read_in_4bit(read: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """Read a model as QLoRA does (Dettmers et al. 2023): NF4, its scales quantized in turn."""
+    """Load a model as QLoRA does (Dettmers et al. 2023): NF4 with double quantization."""
     require("bitsandbytes", "bitsandbytes", "model.load_in_4bit = true")
     from transformers import BitsAndBytesConfig
 
@@ -190,7 +190,7 @@ def _read_in_4bit(read: Callable[..., Any], dtype: torch.dtype, device: torch.de
 
 
 def let_gradients_through(model: Any) -> None:
-    """Keep 4-bit layers from repacking weights on a CPU: no gradient could flow afterwards."""
+    """Keep 4-bit layers from repacking weights on a CPU, which would stop gradients."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -224,7 +224,7 @@ def _read(
 def _converts_late(
     model: PreTrainedModel, auto_class: Any, dtype: torch.dtype, trust_remote_code: bool
 ) -> bool:
-    """Return whether a model is the same if its weights get a type once it is loaded."""
+    """Return whether converting a loaded model to ``dtype`` equals loading it in that type."""
     if getattr(model, "_keep_in_fp32_modules_strict", None):
         return False
     config = copy.deepcopy(model.config)
@@ -263,7 +263,7 @@ def _fault(model: PreTrainedModel) -> str:
 
 
 def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
-    """Recompute activations in the backward pass, if the settings ask for it."""
+    """Recompute activations in the backward pass, if configured."""
     if config.gradient_checkpointing == "on":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the new name is not in all of 5.x
@@ -271,12 +271,12 @@ def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model, of transformers or peft, so that ``from_pretrained(folder)`` gives it back.
+    """Write a transformers or peft model so that ``from_pretrained(folder)`` restores it.
 
-    LoRA's adapters are merged into a copy, and go to ``folder / "adapter"`` by themselves, too;
-    weights in 4 bits are of the type that they were loaded from in that copy.
-    Raises ModelError or StorageError if it cannot be saved; a former folder stays then. A model
-    whose tokenizer alone cannot be saved is kept, before ModelError says so.
+    LoRA adapters are merged into a copy, and also saved separately in ``folder / "adapter"``. In
+    that copy 4-bit weights have the type that they were loaded from. Raises ModelError or
+    StorageError if the model cannot be saved, and keeps the old folder. If only the tokenizer
+    cannot be saved, the model is kept and ModelError is raised.
     """
     from safetensors import SafetensorError
 
@@ -284,10 +284,10 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     with files.explained(folder), files.new_folder(folder) as scratch:
         try:
             _write(model, scratch)
-            for card in ("README.md", "adapter/README.md"):  # which may have been edited
+            for card in ("README.md", "adapter/README.md"):  # may have been edited
                 if (folder / card).is_file() and (scratch / card).parent.is_dir():
                     shutil.copy2(folder / card, scratch / card)
-        except SafetensorError as error:  # it has no errno to tell
+        except SafetensorError as error:  # it has no errno
             raise OSError(str(error)) from error
         except ValueError as error:
             raise ModelError(
@@ -304,10 +304,9 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | None = None) -> None:
-    """Write a tokenizer; without a folder only try to, so that training does not start in vain.
-
-    Arguments of its constructor that have no JSON form, such as a dtype, are left out.
-    Raises ModelError if it cannot be saved.
+    """Write a tokenizer. Without a folder, only try to, so that training does not start in vain.
+    Constructor arguments that have no JSON form, such as a dtype, are left out. Raises ModelError
+    if it cannot be saved.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -321,7 +320,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | None = Non
             tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # a tokenizer may be anyone's code
+    except Exception as error:  # a tokenizer may be custom code
         raise ModelError(
             f"the tokenizer ({type(tokenizer).__name__}) cannot be saved: {type(error).__name__}: "
             f"{first_line(error)}. See that its save_pretrained works",
@@ -344,8 +343,8 @@ def _is_written(value: Any) -> bool:
 
 @torch.no_grad()
 def _dequantized(model: Any) -> Any:
-    """Replace layers in 4 bits by plain ones on the host, their adapters merged: 4 bits would round
-    these away. Changes the modules of the model alone, not its weights.
+    """Replace 4-bit layers by plain ones on the host, with their adapters merged. Merging into 4
+    bits would round the adapters away. Changes the model's modules, not its weights.
     """
     for name, module in [*model.named_modules()]:
         layer = module.get_base_layer() if hasattr(module, "get_base_layer") else module
@@ -365,7 +364,7 @@ def _dequantized(model: Any) -> Any:
 
 def _write(model: Any, folder: Path) -> None:
     if hasattr(model, "merge_and_unload"):
-        # The embeddings are not trained, and looking for changes in them would ask the hub.
+        # The embeddings are not trained, and checking them for changes would query the hub.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
         (folder / "adapter" / "README.md").unlink(missing_ok=True)  # peft's, without content
         name_base(folder / "adapter")

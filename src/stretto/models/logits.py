@@ -1,10 +1,10 @@
 """Log-probabilities of given tokens, without ever holding a [tokens, vocabulary] matrix.
 
-Shapes: N response tokens, H hidden size, V vocabulary, C vocabulary entries worked on at a time.
+Shapes: N response tokens, H hidden size, V vocabulary, C vocabulary entries per slice.
 
-The vocabulary is walked in slices of C entries: the forward pass keeps a running log-sum-exp (and
-the running mean logit that the entropy needs), the backward pass makes each slice of logits again
-and turns it into gradients at once. Peak memory is N x C whatever V is.
+The vocabulary is processed in slices of C entries. The forward pass keeps a running log-sum-exp
+(and the running mean logit that the entropy needs). The backward pass recomputes each slice of
+logits and turns it into gradients at once. Peak memory is N x C whatever V is.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SLICE_BYTES = {"cpu": 8 << 20}
-"""Size of a slice of logits in float32: what stays in a CPU's cache; elsewhere 256 MiB."""
+"""Bytes of a slice of float32 logits: fits into a CPU's cache. Elsewhere 256 MiB."""
 
 MIN_SLICE = 1024
-"""A slice is never narrower than this, or matrix products lose their speed."""
+"""Minimum width of a slice, because narrower matrix products are slow."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OutputHead:
     Attributes:
         weight, bias: [V, H] and [V], if any.
         scale: factor on the logits (Cohere's logit_scale, the inverse of Granite's logits_scaling).
-        softcap: logits become cap * tanh(logits / cap) (Gemma 2); 0 is off.
+        softcap: logits become cap * tanh(logits / cap) (Gemma 2). 0 is off.
     """
 
     weight: Tensor
@@ -56,9 +56,8 @@ class OutputHead:
 def token_logprobs(
     head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [N] of targets [N], and entropies [N], by hidden states [N, H].
-
-    In nats, float32 (float64 for float64 input). Gradients flow to hidden states and head.
+    """Return log-probabilities [N] of targets [N], and entropies [N], from hidden states [N, H]. In
+    nats, float32 (float64 for float64 input). Gradients flow to hidden states and head.
     """
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, head, temperature
@@ -95,8 +94,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for start, stop in _slices(n, vocabulary, hidden.device.type):
             s = head.logits(hidden, start, stop).div_(temperature)
             new_top = torch.maximum(top, s.amax(-1))
-            # All sums are kept relative to the largest logit so far. At first that is -inf, over an
-            # empty sum: the clamp makes 0 * inf a 0.
+            # All sums are relative to the largest logit so far. Initially it is -inf, over an
+            # empty sum, and the clamp turns 0 * inf into 0.
             fall = (top - new_top).clamp_min(torch.finfo(dtype).min)
             shrink = fall.exp()
             s.sub_(new_top[:, None])
@@ -110,7 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_total = total.log()
         lse = top + log_total
         entropy = log_total - weighted / total
-        ctx.set_materialize_grads(False)  # no gradient is then told from one of zeros by the host
+        ctx.set_materialize_grads(False)  # tells missing gradients from zeros without the host
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.head, ctx.temperature = head, temperature
         return chosen - log_total, entropy

@@ -22,14 +22,13 @@ def add_lora(
     kind: Literal["CAUSAL_LM", "SEQ_CLS"],
     start: Path | None = None,
 ) -> nn.Module:
-    """Wrap a model in adapters of ``config.lora_rank``; the rest is frozen. They are LoRA's (Hu et
-    al. 2021), or by ``config.lora_kind`` rsLoRA's (Kalajdzievski 2023) or DoRA's (Liu et al. 2024).
+    """Wrap a model in adapters of ``config.lora_rank`` and freeze the rest.
 
-    Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
-    is zero, and DoRA's magnitudes are those of the weights. Those of a PEFT folder ``start`` are as
-    they were saved, without dropout.
-    Raises ConfigError as :func:`check_lora` does, and leaves the model as it was; ModelError for
-    saved adapters that do not fit.
+    ``config.lora_kind`` selects LoRA (Hu et al. 2021), rsLoRA (Kalajdzievski 2023) or DoRA (Liu et
+    al. 2024). Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its
+    B matrix is zero, and DoRA's magnitudes are those of the weights. Adapters of a PEFT folder
+    ``start`` are loaded as saved, without dropout. Raises ConfigError like :func:`check_lora`,
+    leaving the model unchanged, or ModelError for saved adapters that do not fit.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -41,7 +40,7 @@ def add_lora(
     lora = LoraConfig(
         task_type=kind,
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # peft divides by it: a float is fine
+        lora_alpha=config.lora_alpha,  # peft divides by it: a float is fine
         lora_dropout=0.0,
         use_rslora=config.lora_kind == "rslora",
         use_dora=config.lora_kind == "dora",
@@ -49,7 +48,7 @@ def add_lora(
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
             wrapped: nn.Module = get_peft_model(model, lora)
     except ValueError as error:
         raise ConfigError(
@@ -61,7 +60,7 @@ def add_lora(
 
 
 def load_lora(model: nn.Module, folder: Path) -> nn.Module:
-    """Wrap a model in the adapters of a PEFT folder, which are trained; see :func:`add_lora`."""
+    """Wrap a model in the trainable adapters of a PEFT folder. See :func:`add_lora`."""
     from peft import PeftConfig, PeftModel
 
     try:
@@ -69,7 +68,7 @@ def load_lora(model: nn.Module, folder: Path) -> nn.Module:
         config.lora_dropout = 0.0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # as above
-            warnings.simplefilter("error", UserWarning)  # of adapters that the file lacks
+            warnings.simplefilter("error", UserWarning)  # about adapters missing in the file
             wrapped: nn.Module = PeftModel.from_pretrained(
                 cast(Any, model), str(folder), config=config, is_trainable=True
             )
@@ -84,14 +83,14 @@ def load_lora(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def starting_policy(adapted: nn.Module) -> nn.Module:
-    """Return a frozen copy that is no PEFT model, so that a reference keeps its adapters on."""
+    """Return a frozen copy that is not a PEFT model, so that a reference keeps its adapters on."""
     model: nn.Module = unwrapped(with_own_weights(adapted))
     vars(model).pop("peft_config", None)
     return model
 
 
 def check_lora(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ConfigError if the adapters that settings ask for cannot be put on, or be merged."""
+    """Raise ConfigError if the configured adapters cannot be added or merged."""
     if config.lora_rank and hasattr(model, "peft_config"):
         raise ConfigError(
             f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
@@ -107,7 +106,7 @@ def trained_names(model: nn.Module) -> frozenset[str]:
 
 
 def merge_lora(wrapped: Any, trained: frozenset[str]) -> None:
-    """Merge adapters into the model within, which then trains the parameters that it did before."""
+    """Merge adapters into the wrapped model and restore which of its parameters are trained."""
     for name, parameter in wrapped.merge_and_unload().named_parameters():
         parameter.requires_grad_(name in trained)
 

@@ -1,10 +1,10 @@
-"""Weights that stay in their files until a rank takes its part of them.
+"""Weights left in their files until a rank takes its part.
 
-A model that several ranks divide among them need not be whole in the memory of any. It is loaded
-in the type of its files: weights are then the files themselves, mapped into memory, whose pages all
-processes of a machine share. Every weight knows the type that it gets when it is divided, and must
-not be changed until then. What cannot stay in its file is loaded as ever: weights that transformers
-makes of several tensors, types that are not trained in, and models that are another in the type.
+A model that several ranks divide need not fit into the memory of any one. It is loaded in the type
+of its files: the weights are then the files, mapped into memory, whose pages all processes of a
+machine share. Every weight records the type that it gets when it is divided, and must not be
+changed until then. Some weights are loaded as usual: weights that transformers builds from several
+tensors, weights of types other than float32 and bfloat16, and models that differ in the other type.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 _DTYPE = "_stretto_dtype"
-"""The attribute of a weight that is left in its file: the type that it is to have."""
+"""The attribute of a weight left in its file: its later type."""
 
 
 def stored_dtype(path: Path | str) -> torch.dtype | None:
-    """Return the one type of a model's weights in its files, if it is float32 or bfloat16."""
+    """Return the single type of a model's stored weights, if it is float32 or bfloat16."""
     from safetensors import safe_open
 
     found = set[str]()
     for file in _files(str(path)):
         with safe_open(file, "pt") as weights:
             types = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-            found |= {name for name in types if "F" in name}  # the others are no weights
+            found |= {name for name in types if "F" in name}  # other types are not weights
     known = {"F32": torch.float32, "BF16": torch.bfloat16}
     return known.get(min(found)) if len(found) == 1 else None
 
@@ -65,7 +65,7 @@ def final(weight: Tensor) -> Tensor:
 
 
 def copied(model: M) -> M:
-    """Return a deep copy; weights that are left in files are shared, by parameters of its own."""
+    """Return a deep copy that shares weights left in files, through its own parameters."""
     shared: dict[int, Any] = {}
     for weight in model.parameters():
         if hasattr(weight, _DTYPE):
@@ -81,7 +81,7 @@ def convert(model: nn.Module) -> None:
 
 
 def take(model: M, device: torch.device) -> M:
-    """Take all weights that are left in files into memory, in place; return the model."""
+    """Load all weights left in files into memory, in place. Return the model."""
     for weight in model.parameters():
         if hasattr(weight, _DTYPE):
             weight.data = weight.detach().to(device, final_dtype(weight), copy=True)
@@ -90,6 +90,6 @@ def take(model: M, device: torch.device) -> M:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that this process holds itself, not as pages of a file."""
+    """Return the bytes of weights in this process's own memory, without mapped files."""
     weights = {id(p): p for p in model.parameters()}.values()
     return sum(p.nbytes for p in weights if p.untyped_storage().resizable())

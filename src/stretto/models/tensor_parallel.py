@@ -1,10 +1,10 @@
-"""Tensor parallelism: every rank of a group holds a slice of a model's linear layers, and computes
-with it (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Tensor parallelism: every rank of a group holds and computes with a slice of the linear layers
+(Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-Of two linear layers that follow one another the first is cut by its outputs, the second by its
-inputs: between the two each rank has heads or features of its own, and behind them the ranks' parts
-are added up. Which layers these are, transformers says in the model's plan. All else is whole on
-every rank. All ranks get the same calls with the same inputs, and return the same.
+Of two consecutive linear layers the first is cut by its outputs, the second by its inputs. Between
+them each rank has its own heads or features, and after them the ranks' partial outputs are summed.
+transformers' plan for the model names these layers. All others are full on every rank. All ranks
+get the same calls with the same inputs, and return the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEDY = "set tp = 1, and fsdp for the learner"
 
 
 class Slices:
-    """The ranks (of the default group, without one) that hold slices of a model and its copies."""
+    """The ranks that hold slices of a model and its copies. Without ``group`` the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -43,18 +43,18 @@ class Slices:
         return self
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' tensors, in place. A collective."""
+        """Sum the ranks' tensors in place. A collective."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def least(self, count: int, device: torch.device) -> int:
-        """Return the least of the ranks' counts. A collective."""
+        """Return the minimum of the ranks' counts. A collective."""
         counts = torch.tensor(count, device=device)
         dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
         return int(counts)
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return a tensor of all ranks; its gradient, made once for all layers, is their sum."""
+        """Return x as an input common to all ranks. Its gradient is summed once for all layers."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._shared is None or self._shared[0] is not x:
@@ -72,15 +72,16 @@ class Slices:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Dimensions along which parameters are cut, by name, and parameters that are whole, but whose
-    gradients must be added up over the ranks."""
+    """Dimensions along which parameters are cut, by name. ``partial`` are undivided parameters
+    whose gradients must be summed over the ranks.
+    """
 
     dims: Mapping[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
 
 
 class _Linear(nn.Linear):
-    """A slice of a linear layer, in the place of the whole one; ``DIMS`` has its cuts by name."""
+    """A slice that replaces a linear layer. ``DIMS`` has its cut dimensions by parameter name."""
 
     DIMS: ClassVar[Mapping[str, int]]
 
@@ -108,7 +109,7 @@ class ByOutputs(_Linear):
 
 
 class ByInputs(_Linear):
-    """A linear layer of which each rank has some inputs; outputs are sums over the ranks."""
+    """A linear layer of which each rank has some inputs. Outputs are summed over the ranks."""
 
     DIMS: ClassVar = {"weight": 1}
 
@@ -134,11 +135,11 @@ class _Shared(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, whose gradient each of them has already."""
+    """The sum over the ranks, whose gradient each rank already has."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
-        ctx.mark_dirty(x)  # of a linear layer, whose gradient does not need its output
+        ctx.mark_dirty(x)  # a linear output, not needed for its gradient
         return slices.sum_(x)
 
     @staticmethod
@@ -147,10 +148,9 @@ class _Sum(torch.autograd.Function):
 
 
 def plan_cuts(model: nn.Module, size: int) -> Cuts:
-    """Plan the cuts of a whole model, with or without adapters, for so many ranks; none for one.
-
-    Raises ModelError if transformers has no plan, or one with entries that are not known here, or
-    heads or features cannot be dealt out evenly.
+    """Plan the cuts of a full model, with or without adapters, for ``size`` ranks. No cuts for 1.
+    Raises ModelError if transformers has no plan or one with unknown entries, or if heads or
+    features cannot be divided evenly.
     """
     if size == 1:
         return Cuts()
@@ -180,7 +180,7 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
 
 
 def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") -> None:
-    """Put slices in the places of whole linear layers whose names begin with ``within``."""
+    """Replace full linear layers whose names start with ``within`` by slices."""
     for parameter, dim in cuts.dims.items():
         name, _, kind = parameter.rpartition(".")
         linear: Any = model.get_submodule(name)
@@ -191,7 +191,7 @@ def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") 
 
 
 def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
-    """Return the ranks that hold slices of a model, if any, and its cuts' dimensions by name."""
+    """Return the ranks that hold slices of a model, if any, and its cut dimensions by name."""
     slices: Slices | None = None
     dims: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -207,10 +207,9 @@ def _dims(cut: type[_Linear], linear: nn.Linear, name: str) -> dict[str, int]:
 
 
 def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
-    """Return all parameters by name as they are when nothing is divided, and cut along ``dims``.
-
-    A learner's ranks hold rows of those in the model's own type; others, such as adapters in
-    float32 beside a model in bfloat16, stay as they are.
+    """Return all parameters by name with their undivided shapes, cut along ``dims``. A learner's
+    ranks hold rows of parameters in the model's own type. Others, such as float32 adapters in a
+    bfloat16 model, are not divided.
     """
     slices, cut = slices_of(model)
     dtype = final_dtype(next(model.parameters()))
@@ -245,7 +244,7 @@ def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             f"transformers has no plan for tensor parallelism of {kind}; {REMEDY}", "no-tp-plan"
         )
     for pattern, style in plan.items():
-        if style.startswith("embedding"):  # in transformers 5.17; every rank keeps all token ids
+        if style.startswith("embedding"):  # in transformers 5.17, but ranks keep all token ids
             continue
         if style not in (BY_OUTPUTS, BY_INPUTS, OF_HEADS):
             raise ModelError(
@@ -258,9 +257,8 @@ def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
-    """Yield the linear layers to cut for a planned one: itself, or its parts under LoRA.
-
-    Adapters of a layer that is cut by outputs write some of them (B), or else read some inputs (A).
+    """Yield the linear layers to cut for a planned layer: itself, or its parts under LoRA. Adapters
+    of a layer cut by outputs produce some outputs (B). Otherwise they read some inputs (A).
     """
     parts = [layer]
     if hasattr(layer, "base_layer"):

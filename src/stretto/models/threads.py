@@ -15,20 +15,20 @@ T = TypeVar("T")
 _SETTING = Lock()
 
 WAKE_S = 0.1
-"""Seconds after which a thread that waits for others sees that it was interrupted."""
+"""Interval in seconds at which a waiting thread notices an interrupt."""
 
 
 def set_threads(threads: int) -> None:
-    """Set how many CPU threads the operations of this Python thread have."""
-    # torch keeps one number for threads that have not asked yet, which a thread that has set its
-    # own takes up all the same when it first asks: it asks before another sets it.
+    """Set how many CPU threads the operations of this Python thread use."""
+    # torch keeps one number for threads that have not read theirs yet. A thread that has set its
+    # own also takes that number at its first read, so it must read before another thread sets it.
     with _SETTING:
         torch.set_num_threads(threads)
         torch.get_num_threads()
 
 
 def interrupt(thread: Thread, error: type[BaseException]) -> None:
-    """Raise an error in a thread at its next bytecode, as Ctrl-C does in the main thread."""
+    """Raise an error in a thread at its next bytecode, like Ctrl-C in the main thread."""
     if thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error)
@@ -36,13 +36,12 @@ def interrupt(thread: Thread, error: type[BaseException]) -> None:
 
 
 def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Make calls that change nothing in common at the same time, each on its share of this thread's
-    CPU threads; return their results.
+    """Run independent calls in parallel, each on its share of this thread's CPU threads.
 
-    Threads of one operation wait for each other at its end, and sit idle in what is too small to be
-    shared: two calls on one thread each end before the same calls one after the other on two
-    (docs/performance.md). Where the threads cannot be shared evenly that is how they are made.
-    An error or an interruption of this thread ends the other calls.
+    Threads of one operation wait for each other at its end, and are idle in operations too small to
+    split: two calls on one thread each end before the same calls one after the other on two
+    (docs/performance.md). If the threads cannot be divided evenly, the calls run in sequence. An
+    error or an interrupt of this thread ends the other calls.
     """
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
     share, left = divmod(threads, len(calls))
@@ -53,7 +52,7 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
     def make(call: Callable[[], T], answer: Future[T]) -> None:
         try:
             set_threads(share)
-            with torch.set_grad_enabled(grad):  # which torch keeps by thread
+            with torch.set_grad_enabled(grad):  # torch keeps it per thread
                 answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
@@ -66,7 +65,7 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
             other.start()
         set_threads(share)
         first = own()
-        # Thread.join would, if interrupted, take the other thread for ended (Python 3.11).
+        # Thread.join would, if interrupted, consider the other thread ended (Python 3.11).
         while wait(answers, WAKE_S).not_done:
             pass
     except BaseException:

@@ -1,4 +1,4 @@
-"""The ``tiny`` model, a small Llama with a byte tokenizer that knows nothing, for first tries."""
+"""The ``tiny`` model, a small untrained Llama with a byte tokenizer, for first tries."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ _CHAT = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, with calls as Hermes writes them."""
+"""ChatML, with tool calls in Hermes format."""
 
 
 def make_tiny(folder: Path, seed: int = 0, heads: int = 4, *, chat: bool = False) -> None:
-    """Write a Llama of 115,200 parameters, by the seed alone, and its tokenizer to ``folder``.
-
-    vLLM's kernels on CPUs ask for two heads, of 32 dimensions each. With ``chat`` there are two
-    more tokens, which begin and end turns, and a chat template.
+    """Write a Llama of 115,200 parameters, determined by the seed, and its tokenizer to ``folder``.
+    vLLM's CPU kernels need two heads, of 32 dimensions each. With ``chat`` there are two more
+    tokens, which start and end turns, and a chat template.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -56,8 +55,8 @@ def make_tiny(folder: Path, seed: int = 0, heads: int = 4, *, chat: bool = False
 
 
 def byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose token i is the byte i; <pad>, <bos> and <eos> come after, and with
-    ``chat`` <|im_start|> and <|im_end|>, in ChatML.
+    """Return a tokenizer whose token i is the byte i, followed by <pad>, <bos> and <eos>. With
+    ``chat`` it also has <|im_start|> and <|im_end|>, and a ChatML template.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

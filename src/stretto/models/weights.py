@@ -23,12 +23,12 @@ from stretto.types import WeightsRef
 M = TypeVar("M", bound=nn.Module)
 
 SAMPLES = 256
-"""Elements looked at in each tensor, evenly spread."""
+"""Evenly spaced elements sampled from each tensor."""
 
 
 @torch.no_grad()
 def require_finite(model: nn.Module, what: str) -> None:
-    """Raise ModelError for weights that are NaN or infinite; ``what`` is the message's subject."""
+    """Raise ModelError for NaN or infinite weights. ``what`` is the message's subject."""
     bad = [
         name
         for name, weight in model.named_parameters()
@@ -45,7 +45,7 @@ def require_finite(model: nn.Module, what: str) -> None:
 
 
 def require_trainable(model: nn.Module, what: str) -> None:
-    """Raise ModelError for weights of a type that is not trained here."""
+    """Raise ModelError for weights of a type not trained here."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and weight.dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
@@ -56,28 +56,28 @@ def require_trainable(model: nn.Module, what: str) -> None:
 
 
 class RunningFingerprint:
-    """The fingerprint, in the order of names, of tensors that come one by one in any order."""
+    """The fingerprint, in the order of names, of tensors that arrive one by one in any order."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._taken: dict[str, tuple[str, Tensor] | None] = dict.fromkeys(names)
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
-        """Look at a tensor; one of a name that has come before takes its place."""
+        """Sample a tensor. Replaces an earlier tensor of the same name."""
         flat = final(tensor).reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
         head = f"{name}{tuple(tensor.shape)}{final_dtype(tensor)}"
         self._taken[name] = head, sample.to(torch.float32, copy=True)  # a view keeps all of it
 
     def mark(self) -> str:
-        """Return the fingerprint of the newest tensors of all names that have come."""
+        """Return the fingerprint of the latest tensor of each name seen so far."""
         taken = [found for found in self._taken.values() if found]
         device = taken[-1][1].device if taken else None
         return _hash([head for head, _ in taken], [sample.to(device) for _, sample in taken])
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a short hash of names, shapes, types and a spread of elements of each tensor."""
+    """Return a short hash of the names, shapes, types and sampled elements of tensors."""
     running = RunningFingerprint()
     for name, tensor in tensors:
         running.take(name, tensor)
@@ -91,9 +91,8 @@ def fingerprint_of_parts(
     own: Mapping[str, Bounds],
     add_up: Callable[[Tensor], Tensor],
 ) -> str:
-    """Return the :func:`fingerprint` of a model of which ranks hold parts. A collective.
-
-    ``own`` are the bounds of parts that no rank before this one holds.
+    """Return the :func:`fingerprint` of a model divided over ranks. A collective. ``own`` are the
+    bounds of parts that no earlier rank holds.
     """
     heads, spread = list[str](), list[Tensor]()
     for name, parameter in full.items():
@@ -111,7 +110,7 @@ def fingerprint_of_parts(
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Return the :func:`fingerprint` of a model's parameters; a collective if it is in slices."""
+    """Return the :func:`fingerprint` of a model's parameters. A collective for a sliced model."""
     named = dict(model.named_parameters())
     slices, dims = slices_of(model)
     if slices is None:
@@ -143,7 +142,9 @@ def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | TensorPart]) -> 
 def load_weights(
     module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor | TensorPart], receiver: str
 ) -> None:
-    """Copy a ticket's tensors into a module; raise EngineError if it does not hold them then."""
+    """Copy a ticket's tensors into a module. Raises EngineError unless its fingerprint then
+    matches.
+    """
     if unknown := set(tensors) - {name for name, _ in module.named_parameters()}:
         raise EngineError(
             f"version {ref.version} brings '{min(unknown)}', which the model of {receiver} does "
@@ -155,7 +156,7 @@ def load_weights(
 
 
 def require_fingerprint(ref: WeightsRef, found: str, receiver: str) -> None:
-    """Raise EngineError if what the receiver holds has another fingerprint than its ticket."""
+    """Raise EngineError if the receiver's weights have another fingerprint than the ticket."""
     if found != ref.fingerprint:
         raise EngineError(
             f"version {ref.version} was synced with fingerprint {ref.fingerprint}, but {receiver} "
@@ -166,18 +167,16 @@ def require_fingerprint(ref: WeightsRef, found: str, receiver: str) -> None:
 
 
 def with_own_structure(model: M) -> M:
-    """Return another tree of modules over the same parameters and buffers of a model at rest.
-
-    What is changed on a module (its mode, a forward pass put in place of its own, whether adapters
-    are on) is seen by one of the two only, so that each can be used in a thread of its own.
+    """Return another module tree over the same parameters and buffers, for a model not in use.
+    Changes to a module (its mode, a replaced forward, whether adapters are on) affect only one of
+    the trees, so that each can be used in its own thread.
     """
     return _copied(model, chain(model.parameters(), model.buffers()))
 
 
 def with_own_weights(model: M) -> M:
-    """Return a copy of a model at rest for inference, whose weights change when they are loaded.
-
-    Weights that are trained, and buffers, are copied; tied weights stay tied, frozen ones shared.
+    """Return an inference copy of a model not in use, whose weights can be loaded separately.
+    Trained weights and buffers are copied, tied weights stay tied, and frozen weights are shared.
     """
     clone = _copied(model, (p for p in model.parameters() if not p.requires_grad))
     return clone.requires_grad_(False)
@@ -185,6 +184,6 @@ def with_own_weights(model: M) -> M:
 
 def _copied(model: M, shared: Iterable[Tensor]) -> M:
     memo = {id(tensor): tensor for tensor in shared}
-    # bitsandbytes keeps scales of weights in 4 bits at the side, on their modules too.
+    # bitsandbytes also keeps the scales of 4-bit weights next to them, on their modules.
     states = [t.quant_state for t in memo.values() if hasattr(t, "quant_state")]
     return copy.deepcopy(model, memo | {id(state): state for state in states}).eval()
