@@ -1,12 +1,12 @@
-"""Annealing on exchanges of neighbours along the critical path, with a price on too much memory.
+"""Annealing that swaps neighbours on the critical path, with a price on excess memory.
 
-Only an exchange on a critical path can make a schedule shorter at once, and it never makes devices
-wait for each other in a circle (van Laarhoven, Aarts and Lenstra 1992). The tasks whose starts it
-changes are few, so a move costs microseconds.
+Only a swap on a critical path can shorten a schedule at once, and it never deadlocks devices (van
+Laarhoven, Aarts and Lenstra 1992). It changes the starts of few tasks, so a move costs
+microseconds.
 
-The cap on memory is a price that rises while the temperature falls. Under a hard cap the search
-would be stuck: often a device has to hold one micro-batch more for a moment to get from one good
-order to another.
+The cap on memory is a price that rises while the temperature falls. A hard cap would trap the
+search, because often a device has to hold one more micro-batch for a moment between one good order
+and another.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from stretto.pipelines.graph import (
 )
 
 _REPAIRS, _EDGES = 0.2, 0.5
-"""Share of moves that are tried where memory is over the capacity; and share of the others that are
-tried at the edges of blocks of the critical path."""
+"""Share of moves that are tried at places over the capacity, and share of the remaining moves that
+are tried at the edges of blocks of the critical path."""
 
 
 class State(NamedTuple):
-    """A schedule that can be changed locally; all arrays are [T], by task or by place."""
+    """A schedule that can be changed locally. All arrays are [T], by task or by place."""
 
     word: Ints  # tasks, device after device
     place: Ints  # of each task in the word
     start: Ints  # earliest start of each task
     tail: Ints  # ticks that must follow the end of each task
-    order: Ints  # tasks, each after all it waits for
+    order: Ints  # tasks in an order that respects dependencies
     rank: Ints  # of each task in the order
     held: Ints  # memory on the device before the task at each place starts
-    stale: Flags  # scratch: tasks to compute again; all false between calls
-    moved: Flags  # scratch: tasks that wait for the one that is moved back; all false as well
-    later: Ints  # scratch: these tasks
-    old_order: Ints  # scratch: a part of the order as it was
+    stale: Flags  # scratch: tasks to recompute, all false between calls
+    moved: Flags  # scratch: dependants of the task that is moved back, all false between calls
+    later: Ints  # scratch: the tasks in ``moved``
+    old_order: Ints  # scratch: a part of the previous order
 
 
 @njit(cache=True, nogil=True)
@@ -55,7 +55,7 @@ def make_state(g: Graph, word: Ints) -> State:
     start = np.empty(size, np.int64)
     order = np.empty(size, np.int64)
     earliest_starts(g, word, start, order)
-    # Sorted by time, the tasks between two neighbours on a device are few.
+    # Sorting by time keeps few tasks between two neighbours on a device.
     order = order[np.argsort(start[order], kind="mergesort")]
     state = State(
         word.copy(), np.empty(size, np.int64), start, np.zeros(size, np.int64), order,
@@ -77,11 +77,9 @@ def make_state(g: Graph, word: Ints) -> State:
 
 @njit(cache=True, nogil=True)
 def length_after(g: Graph, s: State, k: int) -> int:
-    """Return the longest path through the tasks at places ``k`` and ``k + 1``, once exchanged.
-
-    No other path gets longer by the exchange (Taillard 1994), if devices would not wait for each
-    other in a circle: if this is more than the latency now, it is the latency then.
-    """
+    """Return the longest path through the tasks at places ``k`` and ``k + 1`` after a swap. The
+    swap lengthens no other path (Taillard 1994) if it does not deadlock devices. So if this exceeds
+    the current latency, it is the new latency."""
     queue_of, offset, word_at, duration = g.queue_of, g.offset, g.word_at, g.duration
     word, start, tail = s.word, s.start, s.tail
     first, second = word[k], word[k + 1]
@@ -94,7 +92,7 @@ def length_after(g: Graph, s: State, k: int) -> int:
     if b >= 0:
         begin = max(begin, start[offset[b] + second - offset[q]] + duration[b] + g.delay[q])
     end = begin + duration[q]
-    then = end  # of the first task, which comes second
+    then = end  # end of the first task, now second
     b = g.before[p]
     if b >= 0:
         then = max(then, start[offset[b] + first - offset[p]] + duration[b] + g.delay[p])
@@ -115,13 +113,10 @@ def length_after(g: Graph, s: State, k: int) -> int:
 
 @njit(cache=True, nogil=True)
 def swap(g: Graph, s: State, k: int) -> bool:
-    """Exchange the tasks at places ``k`` and ``k + 1`` of one device, which :func:`may_swap`
-    allows; a second time undoes it. Only starts and tails that can have changed are computed.
-
-    Returns whether it was done. Otherwise devices would wait for each other in a circle, and
-    nothing has changed. Two tasks of which the second starts when the first ends never give a
-    circle: a second way from one to the other would take time.
-    """
+    """Swap the tasks at places ``k`` and ``k + 1`` of one device, if :func:`may_swap`. A second
+    call undoes it. Only starts and tails that can have changed are recomputed. Returns False,
+    without a change, if devices would deadlock. If the second task starts when the first ends, that
+    is impossible, because another path from one to the other would take time."""
     if not _reorder(g, s, k):
         return False
     word, place, stale = s.word, s.place, s.stale
@@ -188,11 +183,10 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True, inline="always")  # which makes a constant of the step
+@njit(cache=True, nogil=True, inline="always")  # makes the step a constant
 def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
-    """Compute starts (``step`` 1) or tails (-1) of stale tasks, and of all that depend on them; the
-    first stale one, in the direction of the step, has rank ``r``.
-    """
+    """Recompute starts (``step`` 1) or tails (-1) of stale tasks and their dependants. ``r`` is the
+    rank of the first stale task in the direction of the step."""
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     delay, duration = g.delay, g.duration
     word, place, order, stale = s.word, s.place, s.order, s.stale
@@ -231,12 +225,10 @@ def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
 
 @njit(cache=True, nogil=True)
 def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -> tuple[int, int]:
-    """Fill in neighbours of different queues on one critical path, by the first place of each two.
-
-    The path is walked from the end; where two ways lead on, by chance. A *block* is a part of it
-    on one device without a break. Exchanges inside a block cannot make the schedule shorter, those
-    at its edges, the first and the last ones, can. Returns the numbers of pairs and of edges.
-    """
+    """Fill in the first places of neighbours of different queues on one critical path. The path is
+    walked from the end, choosing randomly if two ways lead on. A *block* is an unbroken part of it
+    on one device. Swaps inside a block cannot shorten the schedule, but swaps at its edges (first
+    and last) can. Returns the numbers of pairs and of edges."""
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     before, delay, duration = g.before, g.delay, g.duration
     word, place, start = s.word, s.place, s.start
@@ -274,7 +266,7 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
 
 @njit(cache=True, nogil=True)
 def may_swap(g: Graph, s: State, k: int) -> bool:
-    """Return whether places ``k`` and ``k + 1`` are of one device and may stand in either order."""
+    """Return whether places ``k`` and ``k + 1`` are of one device and their order is free."""
     first, second = s.word[k], s.word[k + 1]
     p, q = g.queue_of[first], g.queue_of[second]
     mates = g.mate[q] == p and first - g.offset[p] == second - g.offset[q]
@@ -293,11 +285,9 @@ def excess_of(s: State, capacity: int, unit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
-    """Draw an exchange that may help where memory is over the capacity; return its place, or -1.
-
-    It moves a forward before that place to later, or a backward after that place to earlier. Mostly
-    the nearest are drawn, but further ones too, as the nearest may belong together.
-    """
+    """Draw the place of a swap that may reduce memory over the capacity, or -1. It delays a forward
+    before that place, or advances a backward after it. It mostly draws the nearest, but also more
+    distant ones, because the nearest pair may have to stay in order."""
     word, held, queue_of, kind = s.word, s.held, g.queue_of, g.kind
     for _ in range(20):
         k = np.random.randint(1, word.size)
@@ -317,9 +307,8 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
 
 
 class Cooling(NamedTuple):
-    """Course of temperature (hot to cold) and price of a unit of memory over the capacity (soft to
-    firm), both in ticks and geometric, over some moves.
-    """
+    """Geometric courses of temperature (hot to cold) and price per unit of excess memory (soft to
+    firm), both in ticks."""
 
     moves: int
     hot: float
@@ -340,11 +329,9 @@ def anneal_swaps(
     best: int,
     best_word: Ints,
 ) -> int:
-    """Try exchanges, from a state; a schedule that is worse is taken by the rule of Metropolis.
-
-    It stops at a target latency. ``best`` is the shortest latency within the capacity so far; a
-    schedule of that latency or less goes to ``best_word``. Returns the shortest latency now.
-    """
+    """Try swaps from a state, accepting worse schedules by the Metropolis rule. The search stops at
+    a target latency. ``best`` is the shortest latency within the capacity so far. An equal or
+    shorter one goes to ``best_word``. Returns the shortest latency."""
     np.random.seed(seed)
     moves, unit, held = cooling.moves, cooling.unit, s.held
     latency, excess = latency_of(g, s.word, s.start), excess_of(s, capacity, unit)
@@ -389,5 +376,5 @@ def anneal_swaps(
             best = latency
             best_word[:] = s.word
     if latency == best and excess == 0:
-        best_word[:] = s.word  # as good, and further from where it started
+        best_word[:] = s.word  # as good, and further from its start
     return best

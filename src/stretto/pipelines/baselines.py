@@ -17,7 +17,7 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Ticks of the two models one after the other, and the highest memory of any device."""
+    """Ticks of both models one after the other, and the highest memory of any device."""
 
     latency: int
     peak: float
@@ -35,9 +35,8 @@ def serial_1f1b(problem: Problem) -> Baseline:
 
 
 def one_f_one_b(problem: Problem) -> PipelineSchedule:
-    """Make 1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2); a device
-    that has ended the actor's part goes on with the critic's at once.
-    """
+    """Make 1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2). A device
+    starts the critic's part as soon as it has finished the actor's."""
     words = []
     for device in range(problem.devices):
         word: list[str] = []
@@ -53,11 +52,9 @@ def one_f_one_b(problem: Problem) -> PipelineSchedule:
 
 
 def one_f_one_b_plus(problem: Problem) -> Baseline | None:
-    """Return 1F1B with half the stages and twice the pipelines; ``None`` for an odd number.
-
-    Each two neighbouring stages become one, on both of their devices; half the micro-batches
-    (rounded up) go through each half. A device holds the activations of two stages.
-    """
+    """Return 1F1B with half the stages and twice the pipelines, or ``None`` for an odd number. Two
+    neighbouring stages become one, on both of their devices. Half the micro-batches (rounded up) go
+    through each pipeline. A device holds the activations of two stages."""
     if any(model.stages % 2 for model in problem.models):
         return None
     actor, critic = (
@@ -77,10 +74,8 @@ def one_f_one_b_plus(problem: Problem) -> Baseline | None:
 
 def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
     """Return interleaved 1F1B with ``chunks`` chunks a device (Narayanan et al. 2021, section 2.2).
-
-    By formula, as stages are cut more finely than the problem says: the bubble is that of 1F1B
-    divided by the chunks; memory is that of the first stage's warm-up.
-    """
+    It uses formulas, because its stages are finer than the problem's. The bubble is 1F1B's divided
+    by the chunks, and memory is that of the first stage's warm-up."""
     latency, peak = 0.0, 0.0
     for model in problem.models:
         each = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
@@ -104,5 +99,5 @@ def _alone(problem: Problem, actor: bool) -> int:
 
 
 def _by_two(values: tuple[N, ...]) -> tuple[N, ...]:
-    """Return sums of each two neighbours, exact where they are decimals that can be planned for."""
+    """Return sums of neighbouring pairs, exact for the decimals that problems may have."""
     return tuple(round(a + b, 12) for a, b in zip(values[::2], values[1::2], strict=True))

@@ -21,12 +21,12 @@ _COLOURS = ("#4477aa", "#8fb4d9", "#cc6677", "#e8b0b8")
 """Colours of the kinds: tints of Paul Tol's schemes (2021)."""
 _WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
 _LABELLED = 11.0
-"""Pixels from which a bar has its micro-batch's number."""
+"""Least pixels of a bar with its micro-batch's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskBar:
-    """One task, from tick to tick; its label is its micro-batch's number among all of its model."""
+    """One task, from tick to tick. ``label`` is its micro-batch's number within its model."""
 
     device: int
     start: int
@@ -55,7 +55,7 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar
 
 
 def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Units) -> str:
-    """Draw the timeline above, memory below, over one time axis; follows light or dark."""
+    """Draw timeline and memory over one time axis, in the viewer's light or dark mode."""
     graph = make_graph(problem)
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
     top, devices = 64, problem.devices
@@ -152,7 +152,7 @@ def _memory(
     for i, (limit, name) in enumerate(limits):
         y = y_of(limit)
         drawn.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        drawn.append(_label(_WIDTH - _RIGHT - 190 * i, y - 4, name))  # as two may be equal
+        drawn.append(_label(_WIDTH - _RIGHT - 190 * i, y - 4, name))  # two limits may be equal
     return drawn
 
 
@@ -165,7 +165,7 @@ def _limits(problem: Problem, units: Units) -> list[tuple[float, str]]:
 def _curves(
     problem: Problem, graph: Graph, evaluation: Evaluation
 ) -> Iterator[tuple[list[tuple[int, float]], bool]]:
-    """Yield each device's memory over time, and whether its peak is the highest; that one last."""
+    """Yield each device's memory over time, and whether its peak is the highest, that one last."""
     fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
     for d in sorted(range(problem.devices), key=lambda d: d == fullest):
         curve = memory_curve(graph, evaluation, d)
@@ -177,7 +177,7 @@ def _memory_axis(units: Units) -> str:
 
 
 def tick_step(length: float, ticks: int) -> float:
-    """Return the smallest of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
+    """Return the least of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
     power = 10.0 ** math.floor(math.log10(length / ticks))
     return next(f * power for f in (1, 2, 5, 10, 20) if length <= f * power * ticks)
 
@@ -185,7 +185,7 @@ def tick_step(length: float, ticks: int) -> float:
 def page_html(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, lines: list[str]
 ) -> str:
-    """Return a page that needs no other file: a summary, the picture, the bubbles."""
+    """Return a self-contained page: a summary, the picture, the bubbles."""
     rows = "".join(
         f"<tr><td>{d}</td><td>{units.of_memory(evaluation.peaks[d])}</td>"
         + "".join(f"<td>{of[cause]:,}</td>" for cause in BUBBLES)
@@ -215,7 +215,7 @@ def require_png() -> None:
 def save_png(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
 ) -> None:
-    """Save the picture as a PNG; raises MissingExtraError without matplotlib."""
+    """Save the picture as a PNG. Raises MissingExtraError without matplotlib."""
     require_png()
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter

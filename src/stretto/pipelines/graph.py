@@ -1,12 +1,12 @@
-"""The problem as arrays; starts and memory of its schedules, and a bound of their latency.
+"""The problem as arrays, its schedules' start times and memory, and a lower bound on latency.
 
 Tasks of one pipeline, stage and kind (forward or backward) are a *queue*: they run in the order of
 their micro-batches, on one device. Task ``i`` of queue ``q`` has the number ``offset[q] + i``. The
-words of all devices stand one after the other in one array of tasks; device ``d`` has the places
+words of all devices are concatenated in one array of tasks. Device ``d`` has the places
 ``word_at[d]`` to ``word_at[d + 1]``.
 
-Compiled functions take the fields they need out of the graph first: reading a field of a tuple in a
-loop costs more than the loop.
+Compiled functions first copy the graph's fields to local variables, because reading a field of a
+tuple in a loop costs more than the loop.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def njit(**options: Any) -> Callable[[F], F]:
     """Compile like ``numba.njit``, without a cache if numba can write to no folder for it, for
-    example as a user who owns neither the package's folder nor HOME.
-    """
+    example for a user who owns neither the package's folder nor HOME."""
 
     def compile_(function: F) -> F:
         try:
@@ -50,22 +49,22 @@ def njit(**options: Any) -> Callable[[F], F]:
 
 
 class Graph(NamedTuple):
-    """A problem's queues; Q of them, of T tasks, on D devices."""
+    """A problem's queues: Q queues of T tasks on D devices."""
 
-    pipeline: Ints  # [Q]; the actor's come first
+    pipeline: Ints  # [Q] the actor's come first
     stage: Ints  # [Q] of that pipeline
     kind: Ints  # [Q] FORWARD or BACKWARD
     device: Ints  # [Q]
-    length: Ints  # [Q] tasks in it: the pipeline's micro-batches
+    length: Ints  # [Q] number of tasks: the pipeline's micro-batches
     offset: Ints  # [Q] number of its first task
     duration: Ints  # [Q] ticks of each task
-    before: Ints  # [Q] queue whose task of the same micro-batch comes first, or -1
-    after: Ints  # [Q] queue whose task of the same micro-batch comes next, or -1
-    delay: Ints  # [Q] ticks between the end of that earlier task and this one's start
-    memory: Ints  # [Q] whole units that a task takes (forward) or frees (backward; negative)
+    before: Ints  # [Q] queue of the previous task of the same micro-batch, or -1
+    after: Ints  # [Q] queue of the next task of the same micro-batch, or -1
+    delay: Ints  # [Q] ticks between the end of the previous task and this one's start
+    memory: Ints  # [Q] integer units that a task takes (forward) or frees (backward, negative)
     mate: Ints  # [Q] the other kind of the same pipeline and stage
     rival: Ints  # [Q] the forward queue of the other pipeline on the same device
-    queues: Ints  # [4 D] device after device
+    queues: Ints  # [4 D] by device
     word_at: Ints  # [D + 1] where a device's word starts
     queue_of: Ints  # [T] of each task
 
@@ -93,7 +92,7 @@ def make_graph(problem: Problem) -> Graph:
     columns = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
     device_of, length = columns[3], columns[4]
     queues = np.argsort(device_of, kind="stable").astype(np.int64)
-    # Four queues a device, the actor's first: forward, backward, and the same of the critic.
+    # Four queues a device: the actor's forward and backward, then the critic's.
     rival = np.empty_like(queues)
     rival[queues] = np.roll(queues.reshape(-1, 4)[:, [0, 0, 2, 2]], 2, axis=1).ravel()
     tasks = np.bincount(device_of, weights=length, minlength=problem.devices)
@@ -103,30 +102,27 @@ def make_graph(problem: Problem) -> Graph:
 
 
 def capacity_units(problem: Problem, capacity: float | None) -> int:
-    """Return a capacity in the graph's units, rounded down; a huge number where it is ``None``."""
+    """Return a capacity in the graph's units, rounded down, or a huge number for ``None``."""
     no_limit = int(np.iinfo(np.int64).max // 4)
     if capacity is None:
         return no_limit
-    # A capacity that is a sum of activations may be a rounding error below that sum.
+    # A capacity that is a sum of activations may be below that sum by a rounding error.
     exact = Fraction(str(capacity)) * (1 + Fraction(1, 10**12))
     return min(math.floor(exact * problem.memory_scale), no_limit)
 
 
 @njit(cache=True, nogil=True)
 def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
-    """Run every device through its word [T], each task as early as it can.
-
-    It fills in the start of each task [T], by task number, and an order [T] in which each comes
-    after all it waits for. Returns how many tasks could run: all, unless devices wait for each
-    other in a circle.
-    """
+    """Run every device through its word [T], each task as early as possible. Fills in the start of
+    each task [T], by task number, and an order [T] in which each task follows all that it waits
+    for. Returns the number of tasks that ran: all, unless devices deadlock."""
     word_at, queue_of, offset, device = g.word_at, g.queue_of, g.offset, g.device
     before, after, delay, duration = g.before, g.after, g.delay, g.duration
     devices = word_at.size - 1
     at = word_at[:-1].copy()
     free = np.zeros(devices, np.int64)
     done = np.zeros(offset.size, np.int64)
-    stack = np.empty(2 * devices, np.int64)  # each device once at first, and once woken
+    stack = np.empty(2 * devices, np.int64)  # each device once initially, and once when woken
     stack[:devices] = np.arange(devices)
     waiting = devices
     ran = 0
@@ -149,7 +145,7 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
             at[d] += 1
             a = after[q]
             if a >= 0 and device[a] != d:
-                # Wake the device whose next task is the one that waited for this.
+                # Wake the device whose next task waited for this one.
                 other = device[a]
                 if at[other] < word_at[other + 1] and word[at[other]] == offset[a] + i:
                     stack[waiting] = other
@@ -188,9 +184,9 @@ def latency_bound(problem: Problem) -> int:
     """Return the lower bound of RLHFuse, section 7.3, over all subsets of a device's pipelines.
 
     A device cannot start on a set of pipelines before the first micro-batch of one of them arrives,
-    must do all their work one after the other, and after that one of them still has to drain. With
-    both pipelines of the device this is the paper's bound; one alone can give more, as its work
-    arrives later or drains longer.
+    must do all their work sequentially, and then one of them still has to drain. With both
+    pipelines of the device this is the paper's bound. One pipeline can give a higher bound, because
+    its work arrives later or drains longer.
     """
     graph = make_graph(problem)
     queues = graph.queues.reshape(-1, 4)[:, ::2]  # forwards: the actor's and the critic's [D, 2]
@@ -201,7 +197,7 @@ def latency_bound(problem: Problem) -> int:
 
 
 def heads(graph: Graph) -> Ints:
-    """Return the ticks [Q] before a task can start, with its chain alone on the devices."""
+    """Return the ticks [Q] before a task can start, with only its chain on the devices."""
     ticks = np.zeros_like(graph.length)
     for q in np.flatnonzero(graph.before < 0).tolist():
         while (after := int(graph.after[q])) >= 0:
@@ -211,7 +207,7 @@ def heads(graph: Graph) -> Ints:
 
 
 def tails(graph: Graph) -> Ints:
-    """Return the ticks [Q] that must follow the end of a task, with its chain alone."""
+    """Return the ticks [Q] that must follow the end of a task, with only its chain."""
     ends = heads(graph) + graph.duration
     chains = np.zeros(graph.pipeline[-1] + 1, np.int64)
     np.maximum.at(chains, graph.pipeline, ends)

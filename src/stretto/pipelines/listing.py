@@ -1,4 +1,4 @@
-"""List scheduling under a cap on memory, and the annealing of its parameters."""
+"""List scheduling with capped memory, and annealing of its parameters."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 
 class Rules(NamedTuple):
-    """Rules by which a device chooses its next task; limit and polite are of forward queues.
-
-    The queues of one model at least must be polite, or devices can wait for each other.
+    """Rules by which a device chooses its next task. ``limit`` and ``polite`` apply to forward
+    queues. The queues of at least one model must be polite, because otherwise devices can deadlock.
     """
 
-    bias: Floats  # [Q] added to the keys of a queue's tasks, in ticks
-    limit: Ints  # [Q] most micro-batches in flight; at least 1
+    bias: Floats  # [Q] ticks added to the keys of a queue's tasks
+    limit: Ints  # [Q] most micro-batches in flight, at least 1
     polite: Flags  # [Q] whether to leave room for the other pipeline's next micro-batch
-    window: Floats  # [D] ticks that a device may wait for a task of a higher key on its way
+    window: Floats  # [D] ticks that a device may wait for an arriving task of a higher key
 
 
 def urgency(g: Graph) -> Floats:
-    """Return the least ticks [T] that are left from each task's start: its own chain to the end,
-    and the later tasks of its queue one after the other.
-    """
+    """Return the least ticks [T] left from each task's start: its own chain to the end, and the
+    later tasks of its queue one after the other."""
     left = g.duration + tails(g)
     behind = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
     work = (g.duration + g.duration[g.mate])[g.queue_of]
@@ -37,17 +35,18 @@ def urgency(g: Graph) -> Floats:
 
 @njit(cache=True, nogil=True)
 def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start: Ints) -> int:
-    """Build a schedule in order of time: each free device takes the ready task of the highest key.
+    """Build a schedule in order of time: each free device takes the ready task with the highest
+    key.
 
-    A forward starts only if the memory allows it. If it is polite, there must also be room left for
-    one micro-batch of the device's other pipeline, in case that has forwards to run and none in
-    flight. So, the oldest unfinished micro-batch of a model to which the other is polite can always
-    go on, until that model is done; and then the other can. Nothing deadlocks under any capacity
-    that holds one micro-batch.
+    A forward starts only if the memory allows it. A polite forward must also leave room for one
+    micro-batch of the device's other pipeline, if that has forwards to run and none in flight. So
+    the oldest unfinished micro-batch of a model to which the other is polite can always go on,
+    until that model is done, and then the other can. Nothing deadlocks under any capacity that
+    holds one micro-batch.
 
-    It fills in the tasks [T], device after device, and their starts [T]. Returns the latency; or -1
-    if the two models are polite to each other, the capacity does not hold one micro-batch of both,
-    and so nothing can start.
+    Fills in the tasks [T], device after device, and their starts [T]. Returns the latency, or -1 if
+    nothing can start, because both models are polite and the capacity does not hold one micro-batch
+    of both.
     """
     length, offset, duration, device = g.length, g.offset, g.duration, g.device
     before, after, delay, memory, queues = g.before, g.after, g.delay, g.memory, g.queues
@@ -177,12 +176,9 @@ def anneal_rules(
     seed: int,
     best_word: Ints,
 ) -> int:
-    """Search, from some rules, for those under which the decoder's schedule is short; return its
-    latency.
-
-    It stops at a target latency. The spread is the standard deviation of a change of bias, in
-    ticks. ``left`` are the keys without bias; ``best_word`` is filled in.
-    """
+    """Search, from initial rules, for rules with a short schedule by :func:`decode`. Return its
+    latency. The search stops at a target latency. ``spread`` is the standard deviation of a change
+    of bias, in ticks. ``left`` has the keys without bias. ``best_word`` is filled in."""
     np.random.seed(seed)
     word, start = np.empty(left.size, np.int64), np.empty(left.size, np.int64)
     latency = decode(g, left + rules.bias[g.queue_of], rules, capacity, best_word, start)

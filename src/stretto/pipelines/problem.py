@@ -1,13 +1,13 @@
-"""The problem: two models, their pipelines in opposite directions over the same devices.
+"""The problem: two models, with pipelines in opposite directions over the same devices.
 
-The problem is that of RLHFuse, section 5, in a more general form. ``N`` devices stand in a row. The
-actor has ``K1`` pipelines of ``N1`` stages with ``K1 N1 = N``, the critic ``K2`` of ``N2`` with
-``K2 N2 = N``. Each pipeline has a block of devices of its own; the critic's run the other way. So
-every device holds one stage of an actor pipeline and one of a critic pipeline.
+It generalizes RLHFuse, section 5. ``N`` devices form a row. The actor has ``K1`` pipelines of
+``N1`` stages with ``K1 N1 = N``, the critic ``K2`` of ``N2`` with ``K2 N2 = N``. Each pipeline has
+its own block of devices, and the critic's run the other way. So every device holds one stage of an
+actor pipeline and one of a critic pipeline.
 
 A micro-batch is a chain of tasks: forward down the stages, backward up again. The micro-batches of
-a pipeline are all alike. Latencies are whole ticks (of any length), so that a schedule's latency
-and its bound can be equal; a forward takes its activation memory when it starts, and the backward
+a pipeline are identical. Latencies are integer ticks (of any length), so that a schedule's latency
+and its bound can be equal. A forward takes its activation memory when it starts, and the backward
 of the same stage frees it when it ends.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationInfo
 
 _MOST_MEMORY_UNITS = 2**40
-"""Largest activation, in units in which all are whole; sums of thousands stay exact."""
+"""Largest activation in units that make all activations integers. Sums of thousands stay exact."""
 MOST_TASKS = 2_000_000
 _MOST_TICKS = 2**31
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def _as_given(value: float, check: Callable[[Any], float]) -> float:
-    """Leave a number as it was written, so that 2 does not become 2.0."""
+    """Keep a number as written, so that 2 does not become 2.0."""
     check(value)
     return value
 
@@ -69,11 +69,11 @@ class ModelPipelines:
 
     Attributes:
         micro_batches: of each pipeline.
-        forward, backward: ticks, one number a stage.
-        activation: memory that a micro-batch holds from its forward to its backward, one number
-            a stage, in any unit that both models share.
-        communication: ticks from the end of a task to the start of the next one of its chain on
-            another stage; devices are free meanwhile.
+        forward, backward: ticks of each stage.
+        activation: memory of each stage that a micro-batch holds from its forward to its backward,
+            in any unit that both models share.
+        communication: ticks from the end of a task to the start of its chain's next task on another
+            stage. Devices are free meanwhile.
     """
 
     __pydantic_config__ = _PLAIN
@@ -88,7 +88,7 @@ class ModelPipelines:
 
     @classmethod
     def of(cls, stages: int, pipelines: int, micro_batches: int, **others: Any) -> ModelPipelines:
-        """Use one number for all stages, or one a stage; ConfigError if they do not fit."""
+        """Use one number for all stages, or one a stage. Raises ConfigError if they do not fit."""
         counts = {"stages": stages, "pipelines": pipelines, "micro_batches": micro_batches}
         return _validated(cls, {**counts, **others})
 
@@ -102,12 +102,10 @@ class ModelPipelines:
         return (self.micro_batches + self.stages) * each + 2 * self.stages * self.communication
 
     def merged(self, by: int) -> ModelPipelines:
-        """Merge each ``by`` consecutive stages of the model into one, on their devices.
-
-        Where the other model has ``by`` times the tensor parallelism, this is how the two get
-        stages of one size. The devices of a merged stage share its work evenly: its latency is the
-        mean of what is merged (rounded up), its memory on each device too (to a thousandth).
-        """
+        """Merge each ``by`` consecutive stages into one, on all of their devices. This makes the
+        stages of both models equally large if the other model has ``by`` times the tensor
+        parallelism. The devices share a merged stage's work evenly, so its latency is the mean of
+        the merged ones (rounded up), as is its memory on each device (to a thousandth)."""
         if self.stages % by:
             raise ConfigError(
                 f"{self.stages} stages cannot be merged by {by}: the ratio of the two tensor "
@@ -124,7 +122,7 @@ class ModelPipelines:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data; numbers that are the same for all stages are written once."""
+        """Return plain data, with a single number for equal values of all stages."""
         data = {
             key: value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
             for key, value in asdict(self).items()
@@ -134,11 +132,9 @@ class ModelPipelines:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Actor and critic on the same devices, each with a capacity for activation memory, if there is
-    one; the critic's pipelines run the other way.
-
-    Raises ConfigError if the two do not cover the same devices, or these hold no micro-batch.
-    """
+    """Actor and critic on the same devices, with an optional capacity of each for activation
+    memory. Raises ConfigError if the two do not cover the same devices, or a micro-batch does not
+    fit."""
 
     __pydantic_config__ = _PLAIN
 
@@ -193,16 +189,14 @@ class Problem:
 
     @property
     def memory_scale(self) -> int:
-        """The smallest factor that makes all activation memories whole."""
+        """The smallest factor that makes all activation memories integers."""
         values = self.actor.activation + self.critic.activation
         return math.lcm(*(Fraction(str(v)).denominator for v in values))
 
     def reversed(self) -> Problem:
-        """Return the problem with time running backwards: forwards and backwards change places.
-
-        A schedule of one, read from its end with forwards and backwards exchanged, is a schedule of
-        the other with the same latency and the same peak of memory.
-        """
+        """Return the problem with time reversed, where forwards and backwards change places. A
+        schedule of one, read from its end with forwards and backwards exchanged, is a schedule of
+        the other with the same latency and peak memory."""
         a, b = (replace(m, forward=m.backward, backward=m.forward) for m in self.models)
         return replace(self, actor=a, critic=b)
 
@@ -216,7 +210,7 @@ class Problem:
 
     @classmethod
     def read(cls, file: str | Path) -> Problem:
-        """Read a problem from its own or a schedule's JSON; raises ConfigError if there is none."""
+        """Read a problem from its own or a schedule's JSON. Raises ConfigError if there is none."""
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
         except OSError as error:

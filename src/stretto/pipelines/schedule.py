@@ -1,4 +1,4 @@
-"""A schedule: for each device, the order of its tasks; and what it takes."""
+"""Schedules: the order of each device's tasks, and its evaluation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from stretto.pipelines.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """One word a device, each a sequence of letters.
-
-    A letter is a pipeline and a kind, such as ``0F`` or ``2B``. Pipelines count from 0, the actor's
-    first, in the order of their devices. As the micro-batches of a pipeline are all alike, the i-th
-    ``0F`` of a word is the forward of micro-batch i.
-    """
+    """One word a device, each a sequence of letters. A letter is a pipeline and a kind, for example
+    ``0F`` or ``2B``. Pipelines count from 0, the actor's first, in the order of their devices. The
+    micro-batches of a pipeline are identical, so the i-th ``0F`` of a word is the forward of
+    micro-batch i."""
 
     words: tuple[tuple[str, ...], ...]
 
@@ -44,7 +42,7 @@ class PipelineSchedule:
         return cls(tuple(tuple(letters[low:high]) for low, high in _spans(graph)))
 
     def tasks(self, problem: Problem) -> Ints:
-        """Return task numbers [T] by device; ConfigError if the words do not fit the problem."""
+        """Return task numbers [T] by device. Raises ConfigError for another problem's words."""
         graph = make_graph(problem)
         queues = [
             {_letter(graph, q): q for q in own} for own in graph.queues.reshape(-1, 4).tolist()
@@ -76,17 +74,17 @@ BUBBLES = ("warm-up", "dependency", "communication", "memory", "order", "drain")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Figures of a schedule in which each task runs as early as it can.
+    """Latency, memory and idle time of a schedule in which each task runs as early as possible.
 
     Attributes:
         latency: ticks from the start of the first task to the end of the last.
         peaks: highest activation memory of each device.
-        bubbles: idle ticks of each device by cause: ``warm-up``, before its first task;
-            ``dependency``, no input is there, and the next task's is not made yet;
-            ``communication``, no input is there, but the next task's is on its way; ``memory``, a
-            forward could run, but would not fit in the capacity; ``order``, another task could run,
-            but the word has it later; ``drain``, after its last task.
-        starts, tasks: [T] start of each task, by number; and numbers, device after device.
+        bubbles: idle ticks of each device by cause: ``warm-up`` (before its first task),
+            ``dependency`` (no input has arrived, and the next task's is not computed yet),
+            ``communication`` (no input has arrived, but the next task's is on its way), ``memory``
+            (a forward is ready, but exceeds the capacity), ``order`` (another task is ready, but
+            later in the word), ``drain`` (after its last task).
+        starts, tasks: [T] start of each task by number, and task numbers, device after device.
     """
 
     latency: int
@@ -106,7 +104,7 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
-    """Run a schedule on paper; raises ConfigError if devices wait for each other for ever."""
+    """Simulate a schedule. Raises ConfigError if devices wait for each other for ever."""
     graph, word = make_graph(problem), schedule.tasks(problem)
     starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
     ran = earliest_starts(graph, word, starts, order)
@@ -144,7 +142,7 @@ def _bubbles(
         if not any(done.values()):
             idle["warm-up"] += begin
         elif begin > free:
-            # From when on each cause holds; the later ones in the list go before the earlier.
+            # Start of each cause. Causes later in the list take precedence.
             made, _ = _arrival(graph, starts, q, done[q])
             fits, full = _NEVER, _NEVER
             for other, i in done.items():
@@ -170,7 +168,7 @@ _NEVER = 2**60
 
 
 def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
-    """Return the ticks at which the input of a queue's task is made, and at which it is there."""
+    """Return the ticks at which a task's input is computed, and at which it arrives."""
     if i >= graph.length[q]:
         return _NEVER, _NEVER
     b = int(graph.before[q])

@@ -1,4 +1,4 @@
-"""The search: list scheduling for the latency, then annealing under caps that go down."""
+"""The search: list scheduling for the latency, then annealing with decreasing memory caps."""
 
 from __future__ import annotations
 
@@ -30,36 +30,35 @@ from stretto.pipelines.listing import UNLIMITED, Rules, anneal_rules, urgency
 from stretto.pipelines.problem import Problem
 
 _DECODED_TASKS, _MOST_ROUNDS = 3_000_000, 5_000
-"""Most tasks decoded, and most rounds, in one search for rules; a tenth of a second."""
+"""Most decoded tasks, and most rounds, in one search for rules (a tenth of a second)."""
 _SEGMENT_WORK = 300_000_000
-"""Exchanges between two looks at the clock, times tasks: tenths of a second."""
+"""Swaps between two checks of the clock, times tasks (tenths of a second)."""
 _COLD, _SOFT = 0.05, 0.3
 """Last temperature, and first price of memory, in mean durations of a task."""
 NOTHING = 2**60
-"""A latency above all."""
+"""Larger than any latency."""
 _LISTED, _LISTED_ROUNDS = 64, 20
-"""Searches for rules, short ones, before anything is squeezed; and rounds of each."""
+"""Short searches for rules before any annealing, and rounds of each."""
 _HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3, 0.6), (0.15, 0.2)
-"""First temperatures, in mean durations of a task: for a new schedule, for one that has to change
+"""First temperatures, in mean durations of a task: for a new schedule, for one that must change
 much, and for one that is nearly right."""
 _NEARLY, _FAR = 1.03, 1.15
 """Multiples of the bound. Below the first, a schedule within the capacity is nearly right. Above
 the second, the capacity may be so tight that the bound is out of reach."""
 _DROP = 0.07
-"""Share by which a cap is first put below the peak."""
+"""Initial distance of a cap below the peak, as a share."""
 _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
-"""Exchanges per task in the first tries and in the longest, and failures until they double."""
+"""Swaps per task in the first tries and in the longest, and failures until they double."""
 _STUCK = 4
 """Failures after which more than one way is tried."""
 _HOTTER = (1.0, 3.0, 8.0)
 _FIRM, _FIRMER = 1.0, (1.0, 4.0, 16.0)
-"""Last prices of memory, in mean durations: mostly, and when stuck. Under a tight capacity a
-schedule that breaks it can be shorter by more than a low price; and good ones lie further apart.
-"""
+"""Last prices of memory, in mean durations: usual, and when stuck. Under a tight capacity, a
+schedule over it can be shorter by more than a low price, and good schedules are further apart."""
 
 
 class Improvement(NamedTuple):
-    """A better schedule than before: seconds since the search began, its latency and its memory."""
+    """A new best schedule: seconds since the search began, its latency and its memory."""
 
     seconds: float
     latency: int
@@ -68,11 +67,8 @@ class Improvement(NamedTuple):
 
 class Incumbent:
     """The best schedule so far, ``word`` [T]: the shortest, and of those the one with the lowest
-    peak.
-
-    Memory is in the graph's units. ``enough`` is a peak that is low enough; ``bound`` is a lower
-    bound of the latency, ``memory_bound`` of the peak at the best latency.
-    """
+    peak. Memory is in the graph's units. ``enough`` is a peak that is low enough, ``bound`` a lower
+    bound of the latency, ``memory_bound`` of the peak at the best latency."""
 
     def __init__(self, problem: Problem, seconds: float, enough: float) -> None:
         self.problem, self.graph = problem, make_graph(problem)
@@ -87,7 +83,7 @@ class Incumbent:
         self.trace: list[Improvement] = []
 
     def offer(self, word: Ints) -> bool:
-        """Take a valid schedule [T] within the capacity if it is better; return whether it is."""
+        """Take a valid schedule [T] within the capacity if it is better. Return whether it is."""
         latency, peak = self.measure(word)
         if peak > self.capacity or (latency, peak) >= (self.latency, self.peak):
             return False
@@ -111,15 +107,15 @@ class Incumbent:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The problem from one of its ends: many a schedule is easy to build from the back alone."""
+    """The problem from its front or back. Many schedules are easy to build only from the back."""
 
-    graph: Graph  # from the back, that of the problem with time running backwards
+    graph: Graph  # if ``backwards``, of the problem with time reversed
     backwards: bool
     left: Floats  # [T] urgency
     stages: Ints  # [Q] of its pipeline
     actor: Flags  # [Q] whether its pipeline is the actor's
-    tick: float  # mean duration of a task; temperatures are multiples of it
-    unit: int  # the smallest activation that takes memory; prices are for so much too much
+    tick: float  # mean duration of a task, the unit of temperatures
+    unit: int  # smallest nonzero activation, the unit of prices
 
     @classmethod
     def of(cls, problem: Problem, *, backwards: bool) -> View:
@@ -134,9 +130,8 @@ class View:
         return cls(graph, backwards, urgency(graph), stages, actor, tick, unit)
 
     def turned(self, word: Ints) -> Ints:
-        """Turn a word [T] of this view into one of the front, or back: a word of the back is read
-        from its end, forwards as backwards.
-        """
+        """Convert a word [T] of this view to one of the front, or back. A word of the back is read
+        from its end, with forwards as backwards."""
         if not self.backwards:
             return word
         graph, queue = self.graph, self.graph.queue_of[word]
@@ -146,7 +141,7 @@ class View:
 
 
 def random_rules(view: View, capacity: int, chance: np.random.Generator) -> Rules:
-    """Return rules to start a search from: forwards more or less eager, by all means."""
+    """Return initial rules for a search, with more or less eager forwards."""
     graph = view.graph
     forwards = graph.kind == FORWARD
     bias = chance.normal(size=forwards.size) * chance.choice([0.0, 1.0, 5.0]) * view.tick
@@ -176,7 +171,7 @@ def list_schedule(
         chance.choice([0.5, 2.0, 4.0]) * view.tick, 0.1 * view.tick,
         chance.choice([1.0, 3.0, 10.0]) * view.tick, int(chance.integers(2**31)), word,
     )  # fmt: skip
-    assert latency >= 0  # one model is polite to the other, or there is room for both
+    assert latency >= 0  # one model is polite to the other, or both have room
     return int(latency), word
 
 
@@ -195,11 +190,9 @@ def squeeze(
     chance: np.random.Generator,
     over: Callable[[], bool],
 ) -> Ints:
-    """Anneal a schedule [T] towards a target latency within a capacity; it may miss either.
-
-    The first temperature and the last price of memory are in a task's mean duration. Returns the
-    shortest schedule within the capacity that was met; ``word`` if there was none.
-    """
+    """Anneal a schedule [T] towards a target latency within a capacity. It may miss either. The
+    first temperature and the last price of memory are in a task's mean duration. Returns the
+    shortest schedule found within the capacity, or ``word`` if there was none."""
     state = make_state(view.graph, word)
     best, best_word = NOTHING, word.copy()
     segments = max(8, moves * word.size // _SEGMENT_WORK)
@@ -218,17 +211,20 @@ Kind = Literal["lower", "shorten"]
 
 
 class Descent:
-    """A search that goes on until nothing can get better or time is over.
+    """A search that goes on until nothing can improve or the time is over.
 
-    Tries have random numbers of their own, by the seed and the try's number, and ``threads`` of
-    them run at the same time. First, list schedules are built from random rules; without a capacity
-    most problems are at the bound then. After that, annealing. It *lowers* a schedule at the bound:
-    squeezes it under a cap below its peak. And where there is none yet, it *shortens* one within
-    the capacity: a new one, or by mild annealing the last that was as short as the best, as not
-    every schedule has better ones near it. Where that fails again and again, the shortest is
-    lowered in between, as it may be as short as can be. Caps come closer to the peak, and annealing
-    takes longer, while tries fail. With a capacity, a schedule at the bound that breaks it is
-    lowered too, until it keeps it: this is often faster than to shorten one that keeps it.
+    Tries have their own random numbers, from the seed and the try's number, and ``threads`` tries
+    run in parallel. The search builds list schedules from random rules first, which reach the bound
+    in most problems without a capacity. After that it anneals:
+
+    - It *lowers* a schedule at the bound, by squeezing it under a cap below its peak.
+    - If none is at the bound, it *shortens* one within the capacity: a new one, or, by mild
+      annealing, the last one as short as the best, because not every schedule has better ones near
+      it. After repeated failures, it also lowers the shortest, which may be optimal.
+    - With a capacity, it lowers a schedule at the bound that exceeds the capacity. This is often
+      faster than to shorten one within the capacity.
+
+    With each failure, caps come closer to the peak, and annealing takes longer.
     """
 
     def __init__(self, best: Incumbent, seed: int, threads: int, deadline: float) -> None:
@@ -240,7 +236,7 @@ class Descent:
         self._failed: dict[Kind, int] = {"lower": 0, "shorten": 0}
 
     def run(self) -> None:
-        """Better the incumbent; raise KeyboardInterrupt soon after it has struck."""
+        """Improve the incumbent. Raises KeyboardInterrupt soon after Ctrl-C."""
         best = self._best
         self._list(best)
         if best.latency > best.bound and best.problem.capacity is not None:
@@ -251,7 +247,7 @@ class Descent:
                 while not (best.done or self._over()):
                     self._round(pool)
             except KeyboardInterrupt:
-                self._deadline = 0.0  # the pool waits for its threads, and these look at it
+                self._deadline = 0.0  # the pool waits for its threads, which check the deadline
                 raise
 
     def _over(self) -> bool:
@@ -290,7 +286,7 @@ class Descent:
         if self._loose.latency <= bound:
             of_four = 1 if self._nearly_right else 3
         elif self._failed["shorten"] > _STUCK and best.peak > best.enough:
-            of_four = 2  # it may be as short as can be
+            of_four = 2  # it may be optimal
         return "lower" if self._rounds % 4 < of_four else "shorten"
 
     @property
@@ -314,7 +310,7 @@ class Descent:
         failed = self._failed["lower"]
         drop = _DROP * (1 + i) * 0.5 ** (failed / 3)
         if failed > _STUCK and chance.random() < 0.7:
-            # Peaks between may not exist, or be no easier.
+            # Peaks in between may not exist, or be no easier.
             far = _DROP * (1 + chance.random())
             wanted = 1 - best.enough / best.peak
             drop = wanted if wanted < 3 * _DROP else far

@@ -1,4 +1,4 @@
-"""A problem from the sizes of two models and how they are parallelised."""
+"""A problem from the sizes and the parallelism of two models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LAYER_ACTIVATION_BYTES = 34
 """Bytes that a layer keeps for its backward, per token and unit of width, at 16 bits and with
 attention recomputed (Korthikanti et al. 2022, section 4)."""
 _MOST = 2**31
-"""Limit of any whole number, and of the microseconds of a layer."""
+"""Limit of any integer, and of the microseconds of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Plural name of a problem's ticks, and its unit of memory. Empty if unknown."""
+    """Plural name of a problem's ticks, and its unit of memory, empty if unknown."""
 
     time: str = "ticks"
     memory: str = ""
@@ -32,12 +32,12 @@ class Units:
 
 
 UNITS = Units("µs", "MiB")
-"""Units of the problems that are made here."""
+"""Units of the problems made by :func:`make_problem`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A transformer's layers and width, its pipelines' stages, and the devices of each."""
+    """A transformer's layers and width, its pipelines' stages, and the devices of each stage."""
 
     layers: int
     width: int
@@ -46,7 +46,7 @@ class Parallel:
 
     @classmethod
     def of(cls, shape: str, stages: int, tensor_parallel: int = 1) -> Parallel:
-        """Read a LLaMA size (``13B``), or layers and width (``40x5120``); raises ConfigError."""
+        """Read a LLaMA size (``13B``), or layers and width (``40x5120``). Raises ConfigError."""
         match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", _SIZES.get(shape.upper(), shape))
         if not match:
             raise ConfigError(
@@ -68,14 +68,15 @@ def make_problem(
     communication_us: int = 0,
     capacity_gib: float | None = None,
 ) -> Problem:
-    """Make a problem with latencies in microseconds and memory in MiB, both by formula.
+    """Make a problem by formula, with latencies in microseconds and memory in MiB.
 
-    A forward costs two operations a parameter and token, at ``teraflops`` on each device; a
-    backward takes longer by a ratio. Each model has as many pipelines as fill the devices of the
-    least common multiple of both numbers of stages. If one model has a smaller tensor parallelism,
-    its consecutive stages are merged until a stage of both takes the same devices. Micro-batches,
-    of so many tokens, are those of all pipelines of a model. The capacity is of each device's
-    activations. Raises ConfigError if a number is out of range, or does not divide.
+    A forward costs two operations a parameter and token, at ``teraflops`` on each device. A
+    backward takes ``backward_ratio`` times as long. Each model's pipelines fill the least common
+    multiple of both numbers of stages. If one model has a smaller tensor parallelism, its
+    consecutive stages are merged until stages of both models take equally many devices.
+    ``micro_batches``, of ``tokens`` tokens, are those of all pipelines of a model. The capacity is
+    for each device's activations. Raises ConfigError if a number is out of range, or does not
+    divide.
     """
     _require_whole("tokens", tokens, 1, "give those of one micro-batch, such as 2048")
     _require_whole("micro_batches", micro_batches, 1, "give those of all pipelines of a model")
@@ -137,7 +138,7 @@ def _costs(
 
 
 def _devices_of_a_stage(actor: Parallel, critic: Parallel) -> int:
-    """Return the devices of a stage, once those of the model with fewer of them are merged."""
+    """Return the devices of a stage, after merging stages of the model with fewer."""
     for name, parallel in (("actor", actor), ("critic", critic)):
         what = f"tensor parallelism of the {name}"
         _require_whole(what, parallel.tensor_parallel, 1, "1 is none")

@@ -1,4 +1,4 @@
-"""Finding a schedule: the shortest within the memory, then less memory at that latency."""
+"""Search for the shortest schedule within the memory, then for less memory at that latency."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Solution:
 
     schedule: PipelineSchedule
     evaluation: Evaluation
-    bound: int  # latency below which there is no schedule, in ticks
-    memory_bound: float  # memory below which there is no schedule of this latency
+    bound: int  # lower bound on latency, in ticks
+    memory_bound: float  # lower bound on memory at this latency
     seconds: float
     trace: tuple[Improvement, ...]
     interrupted: bool = False
@@ -68,18 +68,18 @@ def solve(
     keep_interrupted: bool = False,
     search: Callable[[Incumbent, int, int], None] = descend,
 ) -> Solution:
-    """Look for the shortest schedule, then for one of that latency that needs less memory.
+    """Find the shortest schedule, then one of that latency that needs less memory.
 
     Every schedule keeps the problem's capacity. Raises ConfigError if a number is out of range.
 
     Args:
-        seconds: longest search; it is shorter if latency and memory cannot get any better.
-        seed: of the random numbers. The same seed tries the same things in the same order; how far
-            it gets depends on the machine.
-        threads: that search at the same time.
-        memory: a peak that is low enough to stop at, once the latency is at the bound.
-        keep_interrupted: return the best schedule, if there is one, when Ctrl-C strikes.
-        search: betters the incumbent until its deadline, given the seed and the threads.
+        seconds: longest search. It ends earlier if neither latency nor memory can improve.
+        seed: of the random numbers. A seed fixes the order of tries. Their number depends on the
+            machine.
+        threads: number of parallel searches.
+        memory: a peak that is low enough to stop, once the latency is at the bound.
+        keep_interrupted: return the best schedule so far, if any, on Ctrl-C.
+        search: improves the incumbent until its deadline, given the seed and the threads.
     """
     if not seconds > 0:
         raise ConfigError(f"seconds {seconds:g}: must be more than 0", "seconds-not-positive")

@@ -1,9 +1,7 @@
-"""One rank's part in a fused pipeline: its tasks in their order, tensors to and from other ranks.
-
-It uses point-to-point transfers of ``torch.distributed`` and autograd directly: the stages of
-``torch.distributed.pipelining`` settle on one static shape for all micro-batches, and its schedules
-order the stages of one model.
-"""
+"""One rank's part of a fused pipeline: its tasks in order, and transfers with other ranks. It uses
+``torch.distributed`` point-to-point transfers and autograd directly, because the stages of
+``torch.distributed.pipelining`` require one static shape for all micro-batches, and its schedules
+order the stages of one model."""
 
 from __future__ import annotations
 
@@ -34,18 +32,16 @@ from stretto.pipelines.schedule import PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class TaskWork:
-    """One micro-batch of one model: token ids [b, L], padded on the right, and the loss of its last
-    hidden states [b, L, H]; every stage reads the shape of the ids, the last calls the loss once.
-    """
+    """One micro-batch of one model: right-padded token ids [b, L], and a loss of its last hidden
+    states [b, L, H]. Every stage reads the shape of the ids. The last one calls the loss once."""
 
     tokens: Tensor
     loss: Callable[[Tensor], Tensor]
 
 
 class PipelineExecutor:
-    """One rank of an initialised process group, with its stages; made on all ranks at once. Raises
-    ConfigError if the layout does not cover the ranks, or has other stages here.
-    """
+    """One rank of an initialized process group, with its stages. Must be made on all ranks at once.
+    Raises ConfigError if the layout does not cover the ranks, or has other stages here."""
 
     def __init__(
         self, actor: Stage, critic: Stage, layout: StageLayout, device: torch.device
@@ -78,12 +74,10 @@ class PipelineExecutor:
         actor: Sequence[TaskWork],
         critic: Sequence[TaskWork],
     ) -> Timings:
-        """Run all micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
-
-        The schedule was made for the problem, whose latencies say in which order tensors are made.
-        Pipeline p takes the p-th consecutive part of a model's works, of the same shapes on all
-        ranks.
-        """
+        """Run all micro-batches of all pipelines. Gradients add up in the parameters' ``.grad``.
+        The schedule must be made for the problem, whose latencies determine the order of tensors.
+        Pipeline p takes the p-th consecutive part of a model's works, with the same shapes on all
+        ranks."""
         self._layout.require(problem, len(actor), len(critic))
         program = instructions(problem, schedule)[self._rank]
         passes = self._pass("actor", actor), self._pass("critic", critic)
@@ -97,7 +91,7 @@ class PipelineExecutor:
             elif isinstance(step, Send):
                 assert result is not None
                 self._outbox.send(result, step.peer)
-                result = None  # the outbox lets go of it when it has left
+                result = None  # the outbox releases it once it is sent
             else:
                 word.append(task)
                 result = of.run(task, watch)
@@ -116,7 +110,7 @@ class PipelineExecutor:
             work.wait()
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
-        """Return the norm of the model's reduced gradients, equal to the bit on all ranks."""
+        """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
         pipeline, _ = self._layout.place(name, self._rank)
         stage = self._stages[name]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -135,13 +129,13 @@ class PipelineExecutor:
 
 @dataclass(slots=True)
 class _Pass:
-    """A model's stage on this rank, and the tensors of the micro-batches under way."""
+    """A model's stage on this rank, and the tensors of the micro-batches in progress."""
 
     stage: Stage
     works: Sequence[TaskWork]
     device: torch.device
-    # Inputs asked for, by task; and by micro-batch, from its forward to its backward: the input,
-    # where gradients end, and where they start: the loss, or the output's place in the graph.
+    # Requested inputs by task. By micro-batch, from its forward to its backward: the input, where
+    # gradients end, and their start, which is the loss or the output's graph edge.
     arriving: dict[PipelineTask, tuple[Tensor, dist.Work]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, Tensor | GradientEdge | None] = field(default_factory=dict)
@@ -178,16 +172,14 @@ class _Pass:
         x, root = self.inputs.pop(i), self.roots.pop(i)
         if isinstance(root, Tensor):
             root.backward()
-        elif root is not None:  # else this is a first stage of frozen weights
+        elif root is not None:  # None: a first stage of frozen weights
             torch.autograd.backward([root], given)
         return x.grad
 
 
 class Stopwatch:
-    """A recorder of this rank's moments; made on all ranks at once, which is their common start.
-
-    Ranks share the machine's clock. On a GPU the moments are those of its stream.
-    """
+    """A recorder of this rank's times since a common start. Must be made on all ranks at once.
+    Ranks share the machine's clock. On a GPU the times are those of its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -202,7 +194,7 @@ class Stopwatch:
             self._begin_s = time.monotonic() - self._zero
 
     def mark(self) -> None:
-        """Mark this moment."""
+        """Record the current time."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -211,7 +203,7 @@ class Stopwatch:
             self._moments.append(time.monotonic() - self._zero)
 
     def timings(self, word: Sequence[PipelineTask]) -> Timings:
-        """Make the timings from three marks a task: free for it, input there, done."""
+        """Make the timings from three marks a task: ready for it, input arrived, done."""
         if self._cuda:
             begin, *others = self._events
             others[-1].synchronize()
@@ -221,9 +213,8 @@ class Stopwatch:
 
 
 class Outbox:
-    """Sends under way; a tensor is kept until it has left, and no longer. A thread waits for
-    gloo's, which tells only then that a send is done.
-    """
+    """Sends in progress. A tensor is kept until it is sent, and no longer. For gloo a thread waits
+    for each send, because only waiting shows that it is done."""
 
     def __init__(self) -> None:
         self._waits = ThreadPoolExecutor(1) if dist.get_backend() == "gloo" else None
@@ -231,7 +222,7 @@ class Outbox:
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Begin to send; the tensor must not be changed any more."""
+        """Start to send. The tensor must not be changed afterwards."""
         tensor = tensor.contiguous()
         work = _posted(dist.isend(tensor, peer))
         if self._waits:
@@ -241,7 +232,7 @@ class Outbox:
             self._under_way.append((work, tensor))
 
     def flush(self) -> None:
-        """Wait until all has left."""
+        """Wait until all tensors are sent."""
         for future in self._waited:
             future.result()
         for work, _ in self._under_way:
@@ -254,20 +245,18 @@ def _wait(work: dist.Work, tensor: Tensor) -> None:
 
 
 def _posted(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # as this rank is in the group
+    assert work is not None  # this rank is in the group
     return work
 
 
 def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
-    """Have the two ranks of each pair that will exchange tensors meet once; on all ranks at once.
-
-    NCCL makes a pair's connection in its first transfer, and both sides wait for that. Here they do
-    so in one order of the pairs; in the middle of a run, where a rank asks for a tensor long before
-    it is made, they could wait for each other in a circle.
-    """
+    """Connect each pair of ranks that will exchange tensors. Must be called on all ranks at once.
+    NCCL connects a pair in its first transfer, and both ranks wait for that. Here they do so in one
+    order of the pairs. In a run, where a rank asks for a tensor long before it is computed, they
+    could deadlock."""
     for low, high in pairwise(range(layout.ranks)):
         if all(layout.place(name, low)[0] != layout.place(name, high)[0] for name in NAMES):
-            continue  # they hold stages of different pipelines alone
+            continue  # all of their stages are of different pipelines
         if rank == low:
             dist.send(torch.zeros(1, device=device), high)
         elif rank == high:
@@ -278,9 +267,8 @@ _Groups = dict[Name, dist.ProcessGroup]
 
 
 def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
-    """Make the groups in which gradients are summed, on all ranks at once: those of the ranks with
-    one stage of a model, and those of the ranks with its first and last, for a tied weight.
-    """
+    """Make the groups in which gradients are summed, on all ranks at once: ranks with one stage of
+    a model, and ranks with its first and last stage, for a tied weight."""
     same, ends = _Groups(), _Groups()
     for name in NAMES:
         stages, pipelines = layout.of(name)
@@ -299,12 +287,10 @@ def _join(groups: _Groups, name: Name, ranks: list[int], rank: int) -> None:
 
 
 def saved_bytes(stage: Stage, tokens: Tensor) -> int:
-    """Return the bytes that autograd saves in a stage's forward pass of token ids [b, L].
-
-    It runs once, in the mode that it is in: a checkpointed layer saves its input alone. Stages
-    after the first get noise of the same shape. Memory that several tensors share counts once,
-    parameters and buffers not at all.
-    """
+    """Return the bytes that autograd saves in a stage's forward pass of token ids [b, L]. The pass
+    runs once, in the stage's current mode, in which a checkpointed layer saves only its input.
+    Stages after the first get noise of the same shape. Memory that several tensors share counts
+    once, parameters and buffers not at all."""
     weight = next(stage.parameters())
     x = tokens
     if not stage.first:
@@ -319,7 +305,7 @@ def saved_bytes(stage: Stage, tokens: Tensor) -> int:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # While the output lives, so does all that was saved, and no two have one address.
+    # While the output lives, all saved tensors do, so each has its own address.
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         output = stage(x)
     del output

@@ -1,17 +1,17 @@
-"""Instructions of each rank for a schedule; and the problem that their measured times describe.
+"""Instructions of each rank for a schedule, and the problem with measured latencies.
 
-Transfers cannot deadlock, however slow ranks and links are, and even if a send lasts until its
-receiver has asked for it:
+Transfers cannot deadlock, however slow ranks and links are, even if a send lasts until its receiver
+has asked for it:
 
-- All transfers are in one order: by the time at which their tensor is made when the schedule runs
-  on paper. Every rank starts its own in that order, so the two of a pair start theirs alike, as
-  NCCL demands, where the transfers of a pair go through one stream.
+- All transfers have one order: by the time at which the simulated schedule computes their tensors.
+  Every rank starts its transfers in that order. So both ranks of a pair start theirs alike, as NCCL
+  demands if the transfers of a pair share a stream.
 - A rank asks for a tensor before the first of its own tasks that ends later than the tensor is
-  made, and waits for it only when a task needs it. On paper that is no later than it is sent, so
-  tensors travel while both ranks compute.
+  computed, and waits for it only when a task needs it. In the simulation that is no later than the
+  send, so tensors travel while both ranks compute.
 
-Take the transfer that is first in the order among those that have not happened. Everything before
-its two ends in the words is done or under way, so it happens.
+To see this, take the first transfer in the order that has not happened. Everything before its two
+ends in the words is done or in progress, so it happens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ Kind = Literal["F", "B"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """Forward or backward of a micro-batch on this rank's stage of a pipeline; these count from 0,
-    the actor's first, micro-batches within their pipeline.
-    """
+    """Forward or backward of a micro-batch on this rank's stage of a pipeline. Pipelines count from
+    0, the actor's first, and micro-batches within their pipeline."""
 
     kind: Kind
     pipeline: int
@@ -54,7 +53,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give a rank the input of one of its tasks, without waiting until it is there."""
+    """Send a rank the input of one of its tasks, without waiting for its arrival."""
 
     task: PipelineTask
     peer: int
@@ -67,16 +66,14 @@ Instruction = PipelineTask | Receive | Send
 def instructions(
     problem: Problem, schedule: PipelineSchedule
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """List the instructions of each rank, in order; rank r is device r.
-
-    They are right for any latencies, and fastest where the problem's are true. Raises ConfigError
-    if the schedule cannot run.
-    """
+    """List the instructions of each rank, in order. Rank r is device r. They are correct for any
+    latencies, and fastest if the problem's are accurate. Raises ConfigError if the schedule cannot
+    run."""
     done = evaluate(problem, schedule)
     graph = make_graph(problem)
     ends = done.starts + graph.duration[graph.queue_of]
-    # (end of the task that makes the tensor, its number): no two are alike, and a task comes after
-    # all that it depends on, as each takes a tick or more.
+    # (end of the task that computes the tensor, its number): keys are unique, and a task comes
+    # after all its dependencies, because each takes at least a tick.
     key = list(zip(ends.tolist(), range(ends.size), strict=True))
     words = [done.tasks[low:high].tolist() for low, high in pairwise(graph.word_at)]
     incoming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in words]
@@ -114,9 +111,9 @@ def _sent(graph: Graph, task: int) -> Send | None:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a rank's tasks, in seconds from a start that all ranks share: when it began to wait
-    for the input of each, when that was there, and when the task was done.
-    """
+    """Times of a rank's tasks in seconds, from a start that all ranks share. ``asked`` is when it
+    began to wait for a task's input, ``start`` when that arrived, and ``end`` when the task was
+    done."""
 
     word: tuple[PipelineTask, ...]
     asked: tuple[float, ...]
@@ -129,10 +126,10 @@ def profile(
 ) -> Problem:
     """Return the problem in microseconds and bytes, as measured in one run of all ranks.
 
-    The latency of a stage's forwards is their median over micro-batches and pipelines, and so is
-    that of its backwards. Communication is the median over those transfers that the receiver was
-    already waiting for when their tensor was made; how long others took cannot be seen. Each rank's
-    saved bytes are those of a micro-batch of the actor, and of one of the critic.
+    A stage's latency of forwards, and of backwards, is the median over micro-batches and pipelines.
+    Communication is the median over transfers that the receiver was already waiting for when their
+    tensor was computed, because the duration of other transfers is unknown. ``saved_bytes`` of each
+    rank are those of a micro-batch of the actor, and of one of the critic.
     """
     actor, critic = zip(*saved_bytes, strict=True)
     return Problem(
@@ -141,7 +138,7 @@ def profile(
 
 
 def makespan_us(timings: Sequence[Timings]) -> int:
-    """Return microseconds from the start of the first task to the end of the last, of all ranks."""
+    """Return microseconds from the start of the first task to the end of the last, on all ranks."""
     return round(_US * (max(t.end[-1] for t in timings) - min(t.start[0] for t in timings)))
 
 

@@ -1,8 +1,8 @@
-"""Stages of consecutive layers: cut out of transformers models, and laid out on the ranks.
+"""Stages of consecutive layers, cut out of transformers models and placed on the ranks.
 
-A stage is the model's own decoder with its other layers left out: its forward pass is the one of
-transformers, fed with hidden states in place of embeddings. The parts before and after the layers
-are read from the pipeline plan that the architecture declares (``config.base_model_pp_plan``).
+A stage is the model's own decoder without its other layers. Its forward pass is transformers', with
+hidden states as input embeddings. The parts before and after the layers come from the pipeline plan
+that the architecture declares (``config.base_model_pp_plan``).
 
 Shapes: b sequences in a micro-batch, L padded tokens, H hidden.
 """
@@ -34,15 +34,16 @@ _TOLERANCE = 1e-3
 
 
 class Stage(nn.Module):
-    """One stage of a decoder: some of its layers, sharing the model's parameters; can be pickled.
+    """One stage of a decoder: some of its layers, sharing the model's parameters. It can be
+    pickled.
 
-    The first stage embeds token ids; the last applies the final norm and has the head, which the
-    loss applies: :attr:`head` for a language model, and
-    :func:`~stretto.models.heads.apply_scalar_head` takes a last stage as it takes a classifier.
+    The first stage embeds token ids. The last one applies the final norm and has the head, which
+    the loss applies: :attr:`head` for a language model, and
+    :func:`~stretto.models.heads.apply_scalar_head` for a classifier.
 
-    Its ``index`` counts from 0. ``names`` maps its parameters' names to those in the whole model; a
-    tied weight has the one name under which the model lists it. ``tied`` are the names there of
-    weights that the first and the last stage both hold.
+    Its ``index`` counts from 0. ``names`` maps its parameters' names to those in the full model,
+    where a tied weight has the one name under which the model lists it. ``tied`` are the full
+    model's names of weights that both the first and the last stage hold.
     """
 
     def __init__(self, body: nn.Module, index: int, stages: int) -> None:
@@ -55,11 +56,11 @@ class Stage(nn.Module):
         self.dtype: torch.dtype = cast(Any, body).dtype
         self.names: Mapping[str, str] = {}
         self.tied: frozenset[str] = frozenset()
-        self._head: OutputHead | None = None  # its scale and cap; the weight is the module's
+        self._head: OutputHead | None = None  # its scale and cap, without the module's weight
 
     @property
     def head(self) -> OutputHead:
-        """The output layer of a language model's last stage; raises ModelError on others."""
+        """The output layer of a language model's last stage. Raises ModelError on other stages."""
         if self._head is None:
             raise ModelError(
                 f"stage {self.index} of {self.stages} has no output layer; only the last one of a "
@@ -78,15 +79,13 @@ class Stage(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if cast(Any, self.body).config._attn_implementation == attention.NAME:
-            attention.register()  # the process that unpickles may not know it yet
+            attention.register()  # the unpickling process may not know it yet
 
 
 def cut(model: nn.Module, stages: int, index: int) -> Stage:
     """Make a stage of a causal language model or sequence classifier, which shares its parameters.
-
-    Layers, also with LoRA adapters, are divided evenly; where they do not divide, the first stages
-    have one more. Raises ModelError if there are too few, or the model does not say what its parts
-    are.
+    Layers, also with LoRA adapters, are divided evenly, with one more for each of the first stages
+    if necessary. Raises ModelError if there are too few, or the model does not declare its parts.
     """
     known = {id(p): name for name, p in model.named_parameters()}
     decoder: Any = backbone(model)
@@ -101,7 +100,7 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
     share, more = divmod(count, stages)
     begin = index * share + min(index, more)
     whole = with_own_structure(model)
-    # What reentrant checkpointing would need; as a local function it cannot be pickled.
+    # Its hook is for reentrant checkpointing, and as a local function cannot be pickled.
     unwrapped(whole).disable_input_require_grads()
     stage = Stage(backbone(whole), index, stages)
     _keep(stage, plan, layers, begin, begin + share + (index < more))
@@ -127,7 +126,7 @@ def _parts(decoder: Any) -> tuple[list[str], str]:
 
 
 def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> None:
-    """Leave out of a decoder what other stages do; its config then describes what is left."""
+    """Remove the other stages' parts from a decoder, and adapt its config."""
     body: Any = stage.body
     at = plan.index(layers)
     for name in [] if stage.first else plan[:at]:
@@ -161,7 +160,7 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
 
 
 def for_sending(stage: Stage) -> Stage:
-    """Return a stage as it travels to another process: on a CPU with the same weights."""
+    """Return a stage for another process: on a CPU with the same weights."""
     memo: dict[int, Any] = {id(buffer): buffer.cpu() for buffer in stage.buffers()}
     for p in stage.parameters():
         memo[id(p)] = nn.Parameter(p.detach().cpu(), p.requires_grad)
@@ -169,7 +168,7 @@ def for_sending(stage: Stage) -> Stage:
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
-    """Check that a model can be cut as the settings say; see :func:`check_cut`."""
+    """Check that a model can be cut by these settings, as :func:`check_cut` does."""
     try:
         check_cut(model, config.stages(name))
     except ModelError as error:
@@ -178,9 +177,8 @@ def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_cut(model: nn.Module, stages: int) -> None:
-    """Check that the stages, one after the other, compute the same as the model; raises ModelError
-    if it has fewer layers than stages, or parts that cannot be cut apart.
-    """
+    """Check that the stages, one after the other, compute the same as the model. Raises ModelError
+    if it has fewer layers than stages, or inseparable parts."""
     parts = [cut(model, stages, index) for index in range(stages)]
     _check_parameters(model, parts)
     decoder: Any = backbone(model)
@@ -220,9 +218,8 @@ def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Layout of the two models on the ranks; rank r is device r of the problem. Raises ConfigError
-    if the two do not cover the same ranks.
-    """
+    """Layout of the two models on the ranks. Rank r is device r of the problem. Raises ConfigError
+    if the two do not cover the same ranks."""
 
     actor_stages: int
     actor_pipelines: int
@@ -257,7 +254,7 @@ class StageLayout:
         return pipeline * stages + (stage if name == "actor" else stages - 1 - stage)
 
     def require(self, problem: Problem, *micro_batches: int) -> None:
-        """Check that a problem is of this layout, and of so many micro-batches of each model."""
+        """Check that a problem has this layout and these numbers of micro-batches of the models."""
         for name, model, count in zip(NAMES, problem.models, micro_batches, strict=True):
             given = model.stages, model.pipelines, model.pipelines * model.micro_batches
             wanted = (*self.of(name), count)
