@@ -17,14 +17,14 @@ _WITHOUT_EFFECT = {
     "dataset": ("settings",),
     "gsm8k": ("settings", "columns"),
 }
-"""Settings without effect on a kind of task, which refuses them."""
+"""Settings that a kind of task refuses, because they have no effect on it."""
 
 
 def load(config: TaskConfig, seed: int, say: Say = silent) -> Task:
     """Open the task that ``config`` names.
 
     Args:
-        seed: of procedural tasks; rows of files and of the hub do not depend on it.
+        seed: of procedural tasks. Rows of files and of the hub do not depend on it.
 
     Raises:
         TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a

@@ -1,4 +1,4 @@
-"""A task: rows, each with a prompt, and for some tasks a verifier of the answers.
+"""A task: rows with prompts, and optionally a verifier of answers.
 
 Verifiers extract an answer from a response, and may compare it as mathematics.
 """
@@ -19,23 +19,23 @@ from stretto.errors import TaskError
 from stretto.types import Message
 
 INDEX_KEY = "_index"
-"""Key of the row's index in ``Prompt.data``, beside the row's own columns. Reserved."""
+"""Reserved key of ``Prompt.data`` for the row's index, in addition to the row's columns."""
 
 RIGHT = 1.0
-"""The least score of a right answer: 1 of 0 and 1, or full credit of partial credit."""
+"""Lowest score of a right answer: 1 of 0 and 1, or full credit."""
 
 SHA256 = "sha256:"
-"""The beginning of a fingerprint in a :attr:`Task.identity`."""
+"""Prefix of fingerprints in :attr:`Task.identity`."""
 
 BLOCKS = 256
-"""Most fingerprints of one task: larger ones have several rows in each."""
+"""Most fingerprints of one task. In a larger task each covers several rows."""
 
 Extraction = Literal["full", "last_number", "answer_tag"]
 
 TIME_LIMIT_S = 5
-"""Time limit for reading an expression, and for comparing two."""
+"""Time limit for parsing an expression, and for comparing two."""
 
-# A minus sign belongs to the number unless it stands right behind an operand, as in "5-3".
+# A minus sign belongs to the number unless it directly follows an operand, as in "5-3".
 # Thousands must be grouped by three, so that the list "1,2,3" ends in 3.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])[-\u2212])?(?:(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
@@ -50,14 +50,12 @@ class TaskRow:
     """One row of a task.
 
     Attributes:
-        prompt: plain text, or the messages of a conversation; nothing added to it yet.
-        data: the row as it stands in the dataset; its columns are what reward functions get.
-        reference: a model answer in full, if any.
-        index: the row's place in its task; ``None`` for a prompt that comes from elsewhere.
-        tokens: the prompt as the actor reads it, where the task has it tokenised already; then
-            ``prompt`` is its text.
-        shown: what a warm-up teaches in place of the reference: a turn, or all that follows the
-            prompt, turns of the policy with what answers them.
+        prompt: plain text, or the messages of a conversation, without additions.
+        data: the row as in the dataset. Reward functions get its columns.
+        reference: a complete model answer, if any.
+        index: the row's index in its task, or ``None`` for a prompt from elsewhere.
+        tokens: the prompt's tokens, if the task has them. ``prompt`` is then their text.
+        shown: replaces the reference in a warm-up. A turn, or all messages after the prompt.
     """
 
     prompt: str | tuple[Message, ...]
@@ -68,7 +66,7 @@ class TaskRow:
     shown: str | tuple[Message, ...] | None = None
 
     def demonstration(self, what: str) -> str | tuple[Message, ...]:
-        """Return what a warm-up teaches of the row, or raise TaskError: ``what`` needs it."""
+        """Return the row's turn or messages for a warm-up. If none, TaskError names ``what``."""
         shown = self.reference if self.shown is None else self.shown
         if shown is None:
             raise TaskError(
@@ -81,13 +79,13 @@ class TaskRow:
 
 
 class Task(ABC):
-    """A sequence of rows, the same for the same settings and seed.
+    """A sequence of rows that depends only on settings and seed.
 
     Attributes:
-        left_out: rows of the data that cannot be used, which count for nothing.
-        left_out_because: what is wrong with the first of them.
-        timeouts: answers that could not be compared within the time limit, and so were wrong.
-        found_answers: column that is read as the answer although the settings name none.
+        left_out: number of unusable rows, which are ignored.
+        left_out_because: the problem of the first one.
+        timeouts: answers that could not be compared in time, and so count as wrong.
+        found_answers: column used as the answer although the settings name none.
     """
 
     left_out = 0
@@ -101,8 +99,7 @@ class Task(ABC):
 
     @property
     def indices(self) -> Sequence[int]:
-        """The indices of the rows, which lead to the data: where that has rows that cannot be used,
-        there are gaps."""
+        """Indices of the usable rows in the data. Unusable rows leave gaps."""
         return range(len(self))
 
     @abstractmethod
@@ -115,7 +112,7 @@ class Task(ABC):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Facts about the rows by their names, the same for another opening with the same rows.
+        """Properties of the rows by name. Another opening with the same rows has the same ones.
 
         Fingerprints begin with :data:`SHA256`.
         """
@@ -137,9 +134,9 @@ class Task(ABC):
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:
-        """Return the verifier's score of a response to a row; 1 is a right answer.
+        """Return the verifier's score of a response to a row. 1 is a right answer.
 
-        Raises TaskError if the task has no verifier. Errors of the verifier itself are passed on:
+        Raises TaskError if the task has no verifier. Errors of the verifier are passed on, because
         an answer that could not be scored has no score.
         """
 
@@ -147,14 +144,14 @@ class Task(ABC):
 def fingerprint(data: Mapping[str, Any]) -> str:
     """Return a short text that two processes share only if their rows hold the same data.
 
-    Values that JSON has no form for (pictures, dates) count by their type alone.
+    Values without a JSON form, such as pictures and dates, count by type only.
     """
     plain = {key: value for key, value in data.items() if key != INDEX_KEY}
     return hashlib.sha256(_encode(plain).encode()).hexdigest()[:16]
 
 
 def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str]:
-    """Return fingerprints of ``count`` rows, each or in blocks, as :func:`fingerprint` counts."""
+    """Return fingerprints of ``count`` rows, one each or in blocks (see :func:`fingerprint`)."""
     size, rest = max(-(-count // BLOCKS), 1), iter(rows)
     marks = {}
     for first in range(0, count, size):
@@ -168,11 +165,11 @@ def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str
 
 
 def content(row: TaskRow) -> str:
-    """Return the content of a row as text, equal for rows that ask the same.
+    """Return the content of a row as text, equal for rows with the same question.
 
-    The rows of procedural tasks repeat, and files share rows, so a prompt is held out by its
-    content alone, whatever the file, the seed and the order. Kinds of white space count as equal,
-    and so do a text and a conversation of this one turn.
+    A prompt is held out by its content only, whatever the file, seed and order, because rows of
+    procedural tasks repeat and files share rows. All kinds of white space are equal, and so are a
+    text and a conversation with it as the only turn.
     """
     turns = row.prompt
     if isinstance(turns, str):
@@ -181,9 +178,9 @@ def content(row: TaskRow) -> str:
 
 
 def is_held_out(row: TaskRow, share: float) -> bool:
-    """Return whether a row is for evaluation alone, with this share of all different prompts.
+    """Whether a row is for evaluation only, with this share of all different prompts.
 
-    Prompts that a smaller share holds out, a larger one does too.
+    A larger share also holds out all prompts of a smaller one.
     """
     if not share:
         return False
@@ -192,10 +189,10 @@ def is_held_out(row: TaskRow, share: float) -> bool:
 
 
 def extract(response: str, how: Extraction) -> str | None:
-    """Return the part of ``response`` that is scored; ``None`` when there is no such part.
+    """Return the part of ``response`` to score, or ``None`` if it has none.
 
-    ``full`` is all of it without surrounding blanks. ``last_number`` is written plainly: '1,234.'
-    becomes '1234'. ``answer_tag`` is what stands in the last ``<answer>...</answer>``.
+    ``full`` is the response without surrounding blanks. ``last_number`` is normalised, so that
+    '1,234.' becomes '1234'. ``answer_tag`` is the content of the last ``<answer>...</answer>``.
     """
     if how == "full":
         return response.strip()
@@ -207,18 +204,18 @@ def extract(response: str, how: Extraction) -> str | None:
 
 
 def same_answer(reference: str, response: str, *, bare: bool) -> bool:
-    """Return whether ``response`` gives the answer ``reference``.
+    """Whether ``response`` gives the answer ``reference``.
 
-    Equal texts are the same answer. If the reference holds no mathematics, no other text is. A
-    response that math-verify cannot read or compare is not the same answer.
+    Equal texts are the same answer. If the reference contains no mathematics, no other text is. A
+    response that math-verify cannot parse or compare is not the same answer.
 
     Args:
-        reference: the right answer and nothing else: a number, an expression, LaTeX or a word.
-        bare: all of the response is one expression; otherwise it is searched in the text.
+        reference: only the right answer: a number, an expression, LaTeX or a word.
+        bare: whether the response is one expression. Otherwise it is searched in the text.
 
     Raises:
-        TimeoutError: reading or comparing took longer than the time limit.
-        TaskError: called outside the main thread, where math-verify cannot keep a time limit.
+        TimeoutError: parsing or comparing took longer than the time limit.
+        TaskError: not the main thread, so that math-verify cannot keep a time limit.
     """
     reference, response = reference.strip(), response.strip()
     if reference == response:

@@ -1,14 +1,14 @@
-"""Texts as tokens, in which control tokens are those that a chat template writes, and no others.
+"""Tokenises texts so that only a chat template can write control tokens.
 
-A text may spell a control token: a policy can type ``</s>``, a dataset can hold ``<eos>``. A
-tokenizer takes that for the token itself, so that a text could end a turn and begin another. Here a
-text stays text: '<', '/', 's', '>'.
+A text may spell a control token: a policy can write ``</s>``, a dataset can contain ``<eos>``. A
+tokenizer encodes that as the token itself, so that a text could end a turn and begin another. Here
+it stays text: '<', '/', 's', '>'.
 
 Before a text goes into a template, each spelling of a control token in it is *escaped*: replaced by
-as many noncharacters of Unicode, so that places in the text stay where they are. An escaped text is
-tokenised by a twin of the tokenizer, which knows control tokens by these stand-ins alone, with
-spellings and stand-ins exchanged. So the rest of the text comes out as it always does: words and
-spaces next to a spelling, too. A text without escapes goes through the tokenizer itself.
+as many Unicode noncharacters, so that positions do not change. An escaped text is tokenised by a
+twin of the tokenizer, which knows control tokens only by these stand-ins, with spellings and
+stand-ins exchanged. So the rest of the text gets its usual tokens, even next to a spelling. A text
+without escapes goes through the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 *_FIRST, MARK = (chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
-"""Noncharacters of Unicode. The last is never in an escaped text, and so can mark a place in it."""
+"""Unicode noncharacters. The last is never in an escaped text, so it can mark a position."""
 _NEXT = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""The other noncharacters. A stand-in is one of the first, then as many of these as it takes."""
+"""The other noncharacters. A stand-in is one of the first and as many of these as needed."""
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""A tag of transformers' own, which jinja alone does not know."""
+"""A tag of transformers that jinja alone does not know."""
 _NONCHARACTER = re.compile(f"[{''.join([*_FIRST, MARK, *_NEXT])}]")
 
 Pieces = tuple[list[int], list[tuple[int, int]]]
-"""Tokens and their (start, end) in what was tokenised."""
+"""Tokens and their (start, end) in the tokenised text."""
 
 
 class Encoder:
     """A tokenizer to which spellings of control tokens are text.
 
-    Control tokens are the tokenizer's special tokens, and those of its other added tokens that it
-    names as ``chat_control_tokens`` or else that its chat template writes with every turn. An added
-    token that is neither is a word like any other.
+    Control tokens are the tokenizer's special tokens, and the added tokens in its
+    ``chat_control_tokens``. Without this list, they are the added tokens that its chat template
+    writes with every turn. Any other added token is an ordinary word.
 
     Attributes:
-        tokenizer: used as it is, and not changed.
+        tokenizer: is not changed.
         arguments: of the chat template, in every conversation.
-        found: spellings of control tokens that were met in texts so far.
+        found: spellings of control tokens in texts so far.
         unread: arguments of conversations so far that the chat template never reads.
     """
 
@@ -69,15 +69,15 @@ class Encoder:
         self._plain = {text: text for text in self._names} | spelled
         self._spelling = _any_of(self._names)
         self._either = _any_of(self._other)
-        # Anything that is not in the vocabulary becomes the unknown token; that controls nothing.
+        # Text outside the vocabulary becomes the unknown token, which controls nothing.
         self.control_ids = frozenset(self._control.values()) - {tokenizer.unk_token_id}
         self.found: set[str] = set()
 
     def escape(self, text: str) -> str:
-        """Replace what spells control tokens in a text by stand-ins of the same length.
+        """Replace spellings of control tokens in a text by stand-ins of the same length.
 
-        A noncharacter becomes the replacement character: it could be taken for a stand-in. Raises
-        TaskError if the text is no valid Unicode.
+        A noncharacter becomes the replacement character, because it could be taken for a stand-in.
+        Raises TaskError for invalid Unicode.
         """
         if not text.isascii():
             utf8(text)
@@ -88,7 +88,7 @@ class Encoder:
         return self._spelling.sub(lambda m: self._names[m[0]], text)
 
     def plain(self, escaped: str) -> str:
-        """Return an escaped text as people read it; the inverse of :meth:`escape`."""
+        """Return the readable form of an escaped text (inverse of :meth:`escape`)."""
         if not _is_escaped(escaped):
             return escaped
         return self._either.sub(lambda m: self._plain[m[0]], escaped)
@@ -101,16 +101,16 @@ class Encoder:
         before: Sequence[Message] = (),
         **options: Any,
     ) -> str:
-        """Return a conversation in the tokenizer's chat template, its contents escaped.
+        """Render a conversation by the chat template, with its contents escaped.
 
         Args:
-            unfinished: put :data:`MARK` behind the last content.
-            before: earlier turns, which are taken as they are, :data:`MARK` in them too.
-            options: of ``apply_chat_template``, or arguments of the template, which win over
-                :attr:`arguments`. The texts in them, of ``tools`` too, are escaped as well.
+            unfinished: append :data:`MARK` to the last content.
+            before: earlier turns, escaped already. They may contain :data:`MARK`.
+            options: of ``apply_chat_template``, or template arguments, which override
+                :attr:`arguments`. Their texts, including ``tools``, are escaped, too.
 
-        Calls of tools have their arguments as data, also if they were given as JSON text. Raises
-        TaskError if a content is no valid Unicode, and whatever the template raises.
+        JSON text in arguments of tool calls is parsed. Raises TaskError for invalid Unicode, and
+        all errors of the template.
         """
         conversation = self._escaped(list(map(with_parsed_arguments, turns)))
         if unfinished:
@@ -120,7 +120,7 @@ class Encoder:
         return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, **options))
 
     def _with_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the template's arguments to options, escaped; note arguments that it never reads."""
+        """Add template arguments to options, escaped. Note unread arguments."""
         options = {**self.arguments, **options}
         if names := options.keys() - RESERVED_ARGUMENTS:
             self.unread |= names - (self._variables or names)
@@ -128,7 +128,7 @@ class Encoder:
 
     @cached_property
     def _variables(self) -> frozenset[str]:
-        """Names that the chat template reads; empty if that cannot be told."""
+        """Names that the chat template reads, or empty if unknown."""
         from jinja2 import Environment, TemplateError, meta
 
         template: Any = self.tokenizer.chat_template
@@ -147,7 +147,7 @@ class Encoder:
         """Control tokens that the chat template writes around a question."""
         try:
             shown = self.chat([{"role": "user", "content": "?"}], add_generation_prompt=True)
-        except Exception:  # there is no template, or it refuses this: see _turn_marks
+        except Exception:  # no template, or it refuses this (see _turn_marks)
             return frozenset()
         return frozenset(mark for mark in self._control if mark in shown)
 
@@ -159,14 +159,13 @@ class Encoder:
         return list(map(self._escaped, value)) if isinstance(value, list) else value
 
     def marked(self, turns: Iterable[Message], **options: Any) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and whether the chat template marks each as said by
-        the assistant (its blocks ``{% generation %}``); options and errors are those of
-        :meth:`chat`.
+        """Return a conversation's tokens, and whether each is in a ``{% generation %}`` block,
+        which marks the assistant's text. Options and errors are as in :meth:`chat`.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.tokenizer
-        render: Any = render_jinja_template  # whose annotations leave its second result out
+        render: Any = render_jinja_template  # its annotations lack the second result
         rendered, spans = render(
             [self._escaped(list(map(with_parsed_arguments, turns)))],
             chat_template=tokenizer.get_chat_template(tools=options.get("tools")),
@@ -182,8 +181,8 @@ class Encoder:
         """Return the tokens of an escaped text, or of a part of one.
 
         Args:
-            special: add the special tokens that the tokenizer puts in front of any text.
-            closed: and those that it puts behind texts, as nothing follows.
+            special: add the special tokens that the tokenizer puts before any text.
+            closed: add special tokens after the text, too, because nothing follows.
         """
         behind = self._behind if special and not closed else 0
         ids = list[int]()
@@ -197,7 +196,7 @@ class Encoder:
         return ids[: len(ids) - behind]
 
     def spelled(self, ids: Sequence[int]) -> str:
-        """Return the escaped text of tokens: what spells a control token in it is one."""
+        """Return the escaped text of tokens, in which only control tokens spell one."""
         text, run = "", list[int]()
         for i in [*ids, None]:
             if i in self.control_ids or i is None:
@@ -219,7 +218,7 @@ class Encoder:
         return {i: text for text, i in self._control.items()}
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
-        """Return the tokens of :meth:`ids` with their places; for fast tokenizers only."""
+        """Return the tokens of :meth:`ids` with their spans, for fast tokenizers only."""
         behind = self._behind if special else 0
         if not _is_escaped(escaped):
             options = {"add_special_tokens": special, "return_offsets_mapping": True}
@@ -233,16 +232,16 @@ class Encoder:
         return list(made.ids)[:end], list(made.offsets)[:end]
 
     def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
-        """Return whether the ids hold no more control tokens than the template wrote.
+        """Whether the ids contain no more control tokens than the template wrote.
 
-        They hold more if a text spells one only once it is normalised ('＜/s＞').
+        They contain more if a text spells one only after normalisation ('＜/s＞').
         """
         found = sum(map(self.control_ids.__contains__, ids)) - (self._around if special else 0)
         return found <= 0 or found <= len(self._spelling.findall(escaped))
 
     @cached_property
     def _behind(self) -> int:
-        """Special tokens that the tokenizer puts behind any text (``add_eos_token``)."""
+        """Number of special tokens that the tokenizer adds after any text (``add_eos_token``)."""
         text = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         around = list(self.tokenizer("a")["input_ids"])
         extra = len(around) - len(text)
@@ -254,7 +253,7 @@ class Encoder:
         return sum(map(self.control_ids.__contains__, self.tokenizer("")["input_ids"]))
 
     def _twin_encoded(self, escaped: str, special: bool) -> Any:
-        # As a batch, because other threads run while a batch is encoded.
+        # As a batch, because other threads can run during that.
         return self._twin.encode_batch([self._exchanged(escaped)], add_special_tokens=special)[0]
 
     @cached_property
@@ -268,7 +267,7 @@ class Encoder:
     def _by_parts(self, escaped: str, special: bool) -> list[int]:
         """Encode the parts between control tokens one by one, for tokenizers without a twin.
 
-        These are the ones in Python. Words at the edges may become other tokens than in one text.
+        These are written in Python. Words at the edges may get other tokens than in one text.
         """
         tokenizer: Any = self.tokenizer
         ids: list[int] = []
@@ -289,7 +288,7 @@ def _is_escaped(text: str) -> bool:
 
 
 def utf8(text: str) -> bytes:
-    """Return the bytes of a text. TaskError for half of a surrogate pair, which JSON can hold."""
+    """Encode a text. TaskError for half of a surrogate pair, which JSON can contain."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -301,10 +300,9 @@ def utf8(text: str) -> bytes:
 
 
 def with_parsed_arguments(message: Message) -> Message:
-    """Return a message whose calls of tools have their arguments as data.
+    """Return a message whose tool calls have parsed arguments.
 
-    OpenAI's clients send and store them as JSON text, and chat templates write or read an object.
-    Text that is no JSON stays.
+    OpenAI's clients send and store JSON text, but templates expect objects. Other text stays.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -326,7 +324,7 @@ def _parsed_call(call: Any) -> Any:
 
 @contextmanager
 def template_accepts(turns: Iterable[Message]) -> Iterator[None]:
-    """Turn any error of a chat template, which is code, into a TaskError."""
+    """Convert any error of a chat template, which is code, to a TaskError."""
     try:
         yield
     except (StrettoError, MemoryError):
@@ -342,7 +340,7 @@ def template_accepts(turns: Iterable[Message]) -> Iterator[None]:
 def _control_tokens(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Return the ids of the tokens that a text must not be able to spell, by their spelling."""
+    """Return the ids of tokens that a text must not be able to spell, by spelling."""
     added = tokenizer.added_tokens_decoder
     control = {token.content: i for i, token in added.items() if token.special}
     named: Any = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
@@ -356,7 +354,7 @@ def _control_tokens(
 def _turn_marks(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str], arguments: Mapping[str, Any]
 ) -> Sequence[str]:
-    """Return the tokens, among those given, that the chat template writes with every turn."""
+    """Return the given tokens that the chat template writes with every turn."""
     tokens = list(tokens)
     if not (tokens and tokenizer.chat_template):
         return ()
@@ -364,13 +362,13 @@ def _turn_marks(
     try:
         shown = tokenizer.apply_chat_template
         once, twice = (str(shown(turns * n, tokenize=False, **arguments)) for n in (1, 2))
-    except Exception:  # a template may do anything; what it makes of real turns is seen there
+    except Exception:  # ignored here, because real turns will show the error
         return ()
     return [token for token in tokens if twice.count(token) > once.count(token)]
 
 
 def _stand_ins(control: Iterable[str]) -> dict[str, str]:
-    """Make a name of the same length, of noncharacters, for each control token's spelling."""
+    """Make a name of noncharacters, of the same length, for each control token."""
     names: dict[str, str] = {}
     by_length: dict[int, Any] = {}
     for text in control:
@@ -392,10 +390,9 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """Return a copy of a tokenizer with other spellings of some tokens, whose ids stay.
+    """Return a copy of a tokenizer with other spellings of some tokens and the same ids.
 
-    The model's vocabulary changes too: one that looks up whole words or pieces finds control tokens
-    there, whether or not they are looked for in the text first.
+    The model's vocabulary must change, too, because its words and pieces may spell such tokens.
     """
     from tokenizers import Tokenizer
 

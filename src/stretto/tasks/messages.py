@@ -1,7 +1,7 @@
-"""Cells of users' rows as prompts, messages and tools, in the forms that datasets have.
+"""Converts cells of users' rows to prompts, messages and tools.
 
-What Arrow adds is taken off here: a column of structures gives each of them the keys of all others,
-with nulls for values. So a key whose value is null counts as absent, at any depth.
+Arrow gives all structures of a column the same keys, with null for missing values. So a key whose
+value is null counts as absent, at any depth.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from stretto.types import Message
 Row = Mapping[str, Any]
 
 TOOLS = "tools"
-"""The column of schemas of tools, unless the settings name another one."""
+"""Default column of tool schemas."""
 SYSTEM = "system"
-"""The column of a row's own system message, likewise."""
+"""Default column of a row's own system message."""
 
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "conversations")
-"""Columns that may be meant as the prompt if no column is called so."""
+"""Columns that may be the prompt if no column has this name."""
 
 INSTRUCTION = "instruction"
-"""Alpaca's and Dolly's column of prompts. What an instruction is about is in another column."""
+"""Column of prompts in Alpaca and Dolly. The input of an instruction is in another column."""
 _CONTEXTS = ("input", "context")
 
 KEYS = "'role' and 'content' (or 'from' and 'value')"
-"""What each message has; templates get its further keys."""
+"""Required keys of a message. Further keys are passed on to templates."""
 
 _SHAREGPT = {
     "human": "user",
@@ -42,11 +42,11 @@ _SHAREGPT = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles by their names in ShareGPT's form."""
+"""Roles by their ShareGPT names."""
 
 
 def cell_of(row: Row, column: str) -> Any:
-    """Return a cell; a name with dots leads into nested objects (``reward_model.ground_truth``).
+    """Return a cell. Dots lead into nested objects (``reward_model.ground_truth``).
 
     Raises KeyError if the row lacks it.
     """
@@ -61,7 +61,7 @@ def cell_of(row: Row, column: str) -> Any:
 
 
 def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
-    """Return a row's prompt, as :func:`as_prompt`; an instruction with its input."""
+    """Return a row's prompt (see :func:`as_prompt`), with the input of an instruction."""
     prompt = as_prompt(cell_of(row, column))
     if column != INSTRUCTION or not isinstance(prompt, str):
         return prompt
@@ -70,9 +70,9 @@ def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
 
 
 def as_prompt(value: Any) -> str | tuple[Message, ...]:
-    """Return a cell of the prompt column as text or messages.
+    """Return a prompt cell as text or messages.
 
-    Raises TaskError if it is neither, is empty, no valid Unicode, or ends in the assistant's turn.
+    Raises TaskError if it is neither, empty, invalid Unicode, or ends with the assistant's turn.
     """
     if isinstance(value, str) and value.strip():
         utf8(value)
@@ -94,9 +94,9 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
 
 
 def as_demonstration(value: Any) -> str | tuple[Message, ...]:
-    """Return a cell of the demonstration column as text or messages.
+    """Return a demonstration cell as text or messages.
 
-    Raises TaskError if it is neither, or has no turn of the assistant in plain text.
+    Raises TaskError if it is neither, or has no assistant turn in plain text.
     """
     if isinstance(value, str) and value.strip():
         utf8(value)
@@ -116,9 +116,9 @@ def as_demonstration(value: Any) -> str | tuple[Message, ...]:
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """Return a cell as messages, a single one too; empty if it is something else.
+    """Return a cell, or a single message, as messages. Empty if it is something else.
 
-    Raises TaskError if a message has parts that are not text.
+    Raises TaskError if a message has parts other than text.
     """
     entries = [value] if isinstance(value, Mapping) else value
     messages = list(map(_as_message, entries)) if isinstance(entries, list) else []
@@ -134,7 +134,7 @@ def _as_message(value: Any) -> Message | None:
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     content, role = message.pop("content", None), message.pop("role", None)
-    # OpenAI's clients write null for the content of a turn that has calls alone, or of a refusal.
+    # OpenAI's clients write null as the content of a turn with calls only, or of a refusal.
     if content is None and ("tool_calls" in message or ("content" in value and role != "user")):
         content = ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
@@ -174,9 +174,9 @@ def _text_of_part(part: Mapping[str, Any]) -> str:
 
 
 def tools_in(data: Row, column: str) -> list[dict[str, Any]]:
-    """Return the schemas of tools in a row's column, which may be their JSON text.
+    """Return the tool schemas in a row's column, which may be JSON text.
 
-    Raises TaskError if it holds something else. An empty name reads no column.
+    Raises TaskError for other content. An empty column name returns none.
     """
     value = tools = data.get(column)
     if isinstance(value, str) and value.strip():
@@ -206,9 +206,9 @@ def system_in(data: Row, column: str) -> str:
 
 
 def arguments_in(data: Row) -> dict[str, Any]:
-    """Return a row's own arguments of the chat template, an object or its JSON text.
+    """Return a row's own template arguments, an object or its JSON text.
 
-    Raises TaskError if there is something else, or an argument that each conversation has already.
+    Raises TaskError for other content, or for an argument that every conversation already has.
     """
     own = data.get(ARGUMENTS) or {}
     if isinstance(own, str):

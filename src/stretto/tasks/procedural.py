@@ -1,8 +1,8 @@
-"""Problems made from a seed, with their verifiers.
+"""Procedural problems made from a seed, with their verifiers.
 
-Sums and words spelled backward are here: questions and scores of reasoning-gym's datasets of the
-same names, without that library. ``chain_sum`` has the same settings and rows, ``spell_backward``
-has fewer words. All others are reasoning-gym's own.
+``chain_sum`` and ``spell_backward`` are built in, with the questions and scores of reasoning-gym's
+datasets of the same names. ``chain_sum`` also has the same settings and rows, ``spell_backward``
+has fewer words. All other datasets need the library reasoning-gym.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from stretto.errors import TaskError, nearest, require
 from stretto.tasks.base import Task, TaskRow, extract
 
 SEED_STRIDE = 1_000_003
-"""Row i of a dataset is drawn with its seed + i: runs of seeds 0 and 1 must not share rows."""
+"""Distance between the seeds of runs, so that rows, drawn with seed + i, are not shared."""
 
 DEFAULT_SIZE = 100_000
-"""Rows when the settings do not say; they are made when they are asked for."""
+"""Rows by default. They are made on access."""
 
 _WORDS = """
 act add ado age ago aid ail aim air all and ant any ape apt arc are ark arm art ash ask ate awe axe
@@ -49,7 +49,7 @@ WORDS = _WORDS.split()
 
 @dataclass(frozen=True)
 class ChainSum:
-    """Sums and differences of numbers with so many digits."""
+    """Sums and differences of random numbers."""
 
     min_terms: int = 2
     max_terms: int = 6
@@ -70,7 +70,7 @@ class ChainSum:
         return f"State the final answer to the following arithmetic problem: {problem}", str(total)
 
     def score(self, answer: str, right: str) -> float:
-        """Score 1 for the same number; else the answer's share that the right digits are."""
+        """Return 1 for the same number, or the share of the right digits in a longer answer."""
         answer = answer.replace(",", "")
         try:
             if Decimal(answer) == Decimal(right):
@@ -89,7 +89,7 @@ class SpellBackward:
         return f"Spell this word backward (example: sun -> nus): {word}", word[::-1]
 
     def score(self, answer: str, right: str) -> float:
-        """Score the share of letters that are right; 0.8 where all are and more follow."""
+        """Return the share of right letters, or 0.8 if all are right and more follow."""
         answer = answer.lower()
         share = sum(a == b for a, b in zip(answer, right, strict=False)) / len(right)
         return 0.8 if share == 1 and len(answer) > len(right) else share
@@ -99,7 +99,7 @@ PROBLEMS = {"chain_sum": ChainSum, "spell_backward": SpellBackward}
 
 
 class ProceduralTask(Task):
-    """Problems of one kind; which ones depends on the seed alone."""
+    """Problems of one kind, which depend only on the seed."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._problem = _problem(config)
@@ -120,16 +120,16 @@ class ProceduralTask(Task):
 
 
 class ReasoningTask(Task):
-    """A dataset of reasoning-gym by name, judged by its own verifier.
+    """A dataset of reasoning-gym, scored by its own verifier.
 
-    The rows of a few datasets follow the iteration order of Python sets, and so differ from one
-    process to the next unless the environment fixes PYTHONHASHSEED.
+    The rows of a few datasets follow the iteration order of Python sets, so they differ between
+    processes unless the environment sets PYTHONHASHSEED.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._dataset = _reasoning_dataset(config, seed)
         self._extract = config.extract
-        # A row may be slow to make, and is asked for once a response.
+        # Cached, because a row may be slow to make, and is needed once per response.
         self._entry = lru_cache(maxsize=4096)(self._dataset.__getitem__)
 
     def __len__(self) -> int:
@@ -142,11 +142,11 @@ class ReasoningTask(Task):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Number of rows, and the version of what makes them; the settings say the rest."""
+        """Number of rows, and the library's version. The settings determine the rest."""
         return {**super().identity, "reasoning-gym": metadata.version("reasoning-gym")}
 
     def verify(self, index: int, response: str) -> float:
-        """Return the dataset's own score, mostly from 0 to 1; it gets a missing answer as None."""
+        """Return the dataset's own score, mostly from 0 to 1. It gets a missing answer as None."""
         answer = extract(response, self._extract)
         return float(self._dataset.score_answer(answer, self._entry(index)))
 

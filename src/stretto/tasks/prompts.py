@@ -1,4 +1,4 @@
-"""Rows become prompts: chat template, token ids, and an endless order that can be resumed."""
+"""Renders rows as prompts, and streams them in an endless order that can be resumed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
 
 _OF_SETTINGS = ("chat-is-off", "no-chat-template")
-"""Codes of errors that say more about the settings than about a row."""
+"""Codes of errors that are about the settings rather than a row."""
 
 Render = Callable[
     [Sequence[Message], Sequence[Mapping[str, Any]], Mapping[str, Any]], tuple[list[int], str]
 ]
-"""Writes a conversation, with schemas of tools and arguments of the chat template, as a prompt: its
-tokens, and their text."""
+"""Renders a conversation with tool schemas and template arguments to tokens and their text."""
 
 
 def render(
@@ -47,19 +46,17 @@ def render(
 ) -> Prompt:
     """Return one row as the actor reads it.
 
-    A conversation gets the tokenizer's chat template with the generation prompt, which brings its
-    own special tokens; plain text gets the special tokens that the tokenizer puts around any text.
-    What the row spells of such tokens is text. A row that brings its tokens is read as it is.
-    ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
+    A conversation is rendered by the chat template with the generation prompt, which has its own
+    special tokens. Plain text gets the tokenizer's special tokens. Spellings of such tokens in the
+    row stay text. A row's own tokens are not changed. ``Prompt.data`` is its data and index.
 
-    Raises TaskError if the prompt needs a chat template and there is none or it is switched off,
-    the template refuses the messages, no tokens come out, or the text is no valid Unicode.
+    Raises TaskError if a chat template is needed, but missing or switched off, if it refuses the
+    messages, if no tokens come out, or if the text is invalid Unicode.
 
     Args:
-        encoder: of the tokenizer and ``config.template_arguments``, where the caller keeps one.
+        encoder: of the tokenizer and ``config.template_arguments``, if the caller has one.
         section: of the settings, for messages.
-        render: writes conversations in place of the chat template alone: that of an environment,
-            which tells of its tools beside those that the row brings.
+        render: replaces the chat template. An environment's also lists the environment's tools.
     """
     encoder = encoder or Encoder(tokenizer, config.template_arguments)
     with _of(row):
@@ -99,7 +96,7 @@ def _written(
 
 
 def all_too_long(rows: int, shortest: int, limit: int, *, with_tools: bool = False) -> TaskError:
-    """Make the error for a task whose prompts are all longer than ``limit``, in tokens."""
+    """Return the error for a task whose prompts are all longer than ``limit`` tokens."""
     told = ", with the tools' descriptions," if with_tools else ""
     return TaskError(
         f"all {rows} prompts{told} are longer than task.max_prompt_tokens = {limit} "
@@ -109,19 +106,19 @@ def all_too_long(rows: int, shortest: int, limit: int, *, with_tools: bool = Fal
 
 
 class PromptSource:
-    """An endless stream of a task's prompts: each epoch all rows, in a seeded order of its own.
+    """An endless stream of a task's prompts. Each epoch has all rows in its own seeded order.
 
-    A prompt's id is its place in that stream, so that it can be made again from the id alone.
-    Prompts that are held out or too long are left out; their ids stay unused.
+    A prompt's id is its position in the stream, so that it can be made again from the id. Held-out
+    and overlong prompts are skipped, and their ids stay unused.
 
     Attributes:
-        skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
-        refused: reasons why rows cannot be rendered, by their indices; they are left out too.
-        config, seed, tokenizer: settings of the rows, seed of their order, the actor's tokenizer.
+        skipped: prompts skipped so far because they exceed ``task.max_prompt_tokens``.
+        refused: errors of rows that cannot be rendered, by index. These are skipped, too.
+        config, seed, tokenizer: settings of the rows, seed of their order, actor's tokenizer.
         encoder: of that tokenizer.
-        found: spellings of control tokens in prompts so far; they are read as text.
-        render: writes conversations in place of the chat template alone; an environment's.
-        with_tools: it tells of tools of the environment.
+        found: spellings of control tokens in prompts so far. They are read as text.
+        render: replaces the chat template, for an environment.
+        with_tools: whether ``render`` lists the environment's tools.
     """
 
     def __init__(
@@ -134,10 +131,10 @@ class PromptSource:
         self.with_tools = False
         self._place = self.skipped = 0
         self.refused: dict[int, TaskError] = {}
-        self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
+        self._order = lru_cache(maxsize=2)(self._make_order)  # of this epoch and the last
 
     def next(self) -> Prompt:
-        """Return the next prompt that is short and not held out. TaskError if none is."""
+        """Return the next prompt, neither held out nor too long. TaskError if there is none."""
         limit, shortest = self.config.max_prompt_tokens, 0
         for _ in range(len(self.task)):
             place, self._place = self._place, self._place + 1
@@ -161,10 +158,10 @@ class PromptSource:
         raise all_too_long(len(self.task), shortest, limit, with_tools=self.with_tools)
 
     def check(self, say: Say) -> None:
-        """Render every row of a dataset, and note those that cannot be rendered as ``refused``.
+        """Render every row of a dataset, and record failures as ``refused``.
 
-        So no row ends a run half-way. Tokenising would take several times as long, and is left for
-        the rows that are drawn. Raises TaskError if no row is left.
+        So no row can end a run later. Rows are not tokenised, because that would take several times
+        as long. Raises TaskError if no row is left.
         """
         if not isinstance(self.task, TableTask):
             return
@@ -177,7 +174,7 @@ class PromptSource:
             raise next(iter(self.refused.values()))
 
     def refusal(self, row: TaskRow) -> TaskError | None:
-        """Return why a row cannot be rendered; ``None`` if it can."""
+        """Return the error of rendering a row, or ``None``."""
         try:
             with _of(row):
                 turns = _conversation(row, self.config, self.tokenizer, "task")
@@ -190,7 +187,7 @@ class PromptSource:
         return None
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first ``count`` prompts to train on, each row once. TaskError if none."""
+        """Return the first ``count`` training prompts, each row once. TaskError if none."""
         stream = copy(self)
         stream._place = 0
         found = [stream.next()]
@@ -206,9 +203,9 @@ class PromptSource:
         return render(row, config, self.tokenizer, prompt_id, **how)
 
     def demonstration(self, prompt_id: int, what: str) -> Iterator[tuple[Prompt, str]]:
-        """Yield the turns of a row's demonstration: what the policy reads, and what it says then.
+        """Yield the policy's turns in a row's demonstration: the prompt, and the policy's text.
 
-        Raises TaskError where the row has none, which ``what`` needs, or it cannot be rendered.
+        Raises TaskError if it cannot be rendered, or if there is none, which ``what`` needs.
         """
         row = self.row_by_id(prompt_id)
         shown, prompt = row.demonstration(what), self._rendered(row, self.config, prompt_id)
@@ -216,7 +213,9 @@ class PromptSource:
             yield prompt, shown
             return
         begun = prompt.messages or (Message(role="user", content=prompt.text),)
-        plain = self.config.model_copy(update={"system": "", "instruction": ""})  # they are in it
+        plain = self.config.model_copy(
+            update={"system": "", "instruction": ""}
+        )  # already in the prompt
         for at, turn in enumerate(shown):
             if turn["role"] == "assistant":
                 asked = replace(row, prompt=(*begun, *shown[:at]), tokens=())
@@ -234,7 +233,7 @@ class PromptSource:
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
     def ids(self, *, backwards: bool = False) -> Iterator[int]:
-        """Yield the ids of the first epoch's prompts, long ones too. TaskError if none is left."""
+        """Yield the ids of the first epoch's prompts, including long ones. TaskError if none."""
         every = range(len(self.task))
         found = False
         for prompt_id in reversed(every) if backwards else every:
@@ -246,7 +245,7 @@ class PromptSource:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The task's identity, and how the actor reads the first row."""
+        """The task's identity, and a fingerprint of the first prompt's tokens."""
         tokens = np.array(self.first(1)[0].tokens, np.int32)
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
         return {**self.task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
@@ -256,7 +255,7 @@ class PromptSource:
         return {"place": self._place, "skipped": self.skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` stood; StateError if rows or seed are others."""
+        """Continue from a :meth:`state_dict`. StateError for other rows or another seed."""
         for key, value in (("rows", len(self.task)), ("seed", self.seed)):
             if state[key] != value:
                 raise StateError(
@@ -283,7 +282,7 @@ class PromptSource:
 def _conversation(
     row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Message, ...] | None:
-    """Return the row's prompt as messages, the settings' own included; ``None`` for plain text."""
+    """Return the row's prompt as messages, with the settings' own, or ``None`` for plain text."""
     own, because = row.prompt, ""
     if not isinstance(own, str):
         because = "the prompt is a list of messages"

@@ -1,7 +1,7 @@
-"""Given responses in a model's own tokens, laid out as if the model had sampled them.
+"""Tokenises given responses as if the model had sampled them.
 
-A response stands behind its prompt as in generation, and ends with the token that ends a turn. What
-is trained on here is then what an engine samples, and what scorers read, token for token.
+A response follows its prompt as in generation, and ends with the token that ends a turn. So
+training uses the same tokens as the engine and the scorers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-"""Block by which a chat template marks the assistant's words."""
+"""Block with which a chat template marks the assistant's text."""
 
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sequence to learn.
+    """A sequence to train on.
 
     Attributes:
-        tokens: up to the last one that is learned.
-        trained: whether each token is learned; never the first, which nothing predicts.
+        tokens: up to the last trained one.
+        trained: whether each token is trained. Never the first, because nothing predicts it.
     """
 
     tokens: tuple[int, ...]
@@ -51,11 +51,11 @@ class Example:
 def continued(
     encoder: Encoder, text: str, tokens: Sequence[int], piece: str, *, special: bool
 ) -> list[int]:
-    """Return the tokens of ``piece`` behind ``text``, whose own ``tokens`` stay as they are.
+    """Return the tokens of ``piece`` after ``text``, whose own ``tokens`` must not change.
 
     Args:
-        text: escaped, as ``piece``.
-        special: whether ``tokens`` have the special tokens that the tokenizer puts around texts.
+        text: escaped, like ``piece``.
+        special: whether ``tokens`` include the tokenizer's special tokens around texts.
     """
     whole = encoder.ids(text + piece, special=special)
     if whole[: len(tokens)] == list(tokens):
@@ -64,22 +64,22 @@ def continued(
 
 
 def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Cut a turn behind its last end token; empty if no token ends the turn.
+    """Cut a turn after its last end token. Empty if it has none.
 
-    Templates put a line break behind the end token, which is never sampled.
+    Templates put a line break after the end token, which is never sampled.
     """
     ended = [i for i, token in enumerate(ids) if token in ends]
     return list(ids[: ended[-1] + 1]) if ended else []
 
 
 class PromptLayout:
-    """The layout of prompts and given responses in a model's tokens.
+    """Tokenises prompts and given responses.
 
     Args:
-        ends: tokens that end a response; of these the tokenizer's own ends a plain text.
+        ends: tokens that end a response. A plain text ends with the tokenizer's own.
 
     Attributes:
-        found: spellings of control tokens in what was laid out so far; they are read as text.
+        found: spellings of control tokens in texts so far. They are read as text.
 
     Raises TaskError if there is no end-of-sequence token.
     """
@@ -109,11 +109,10 @@ class PromptLayout:
         """Return a prompt as a policy reads it.
 
         Args:
-            data: the row that it is from, which may bring tools and a system message.
-            transcript: text that carries turns of its own; ``data.chat = auto`` leaves it as it is.
+            data: the prompt's row, which may bring tools and a system message.
+            transcript: whether the text contains turns. ``data.chat = auto`` then adds nothing.
 
-        Raises TaskError if it needs a chat template that there is not, or that is switched off, or
-        that refuses it.
+        Raises TaskError if a chat template is needed, but is missing, switched off, or refuses it.
         """
         c = self._config
         as_is = transcript and c.chat == "auto" and not c.system
@@ -122,9 +121,9 @@ class PromptLayout:
         return render(row, task, self._tokenizer, encoder=self._encoder, section="data")
 
     def response(self, prompt: Prompt, text: str) -> tuple[int, ...]:
-        """Return a response's tokens, the end token as the last.
+        """Return a response's tokens, including the end token.
 
-        Raises TaskError if the chat template shows the prompt in another way once it is answered.
+        Raises TaskError if the chat template renders the prompt differently with an answer.
         """
         if prompt.messages is None:
             read, at = self._encoder.escape(prompt.text + text), len(prompt.text)
@@ -138,9 +137,9 @@ class PromptLayout:
         return tuple(turn_of(ids, self._ends) or [*ids, self._end])
 
     def example(self, prompt: Prompt, completion: str | tuple[Message, ...]) -> Example:
-        """Return a prompt and what follows it, of which the assistant's turns are learned.
+        """Return a prompt and its completion, of which the assistant's turns are trained.
 
-        Raises TaskError as :meth:`response`.
+        Raises TaskError like :meth:`response`.
         """
         start = len(prompt.tokens)
         if prompt.messages is None or isinstance(completion, str):
@@ -155,10 +154,10 @@ class PromptLayout:
         return _example(tokens, [False] * start + marks[start:])
 
     def text(self, text: str) -> Example:
-        """Return a text without a prompt, which is learned as the tokenizer reads it.
+        """Return a text without a prompt, trained from its second token on.
 
-        It may be a conversation to which a chat template was applied, so control tokens that it
-        spells are control tokens here. Its end token is added if it has none.
+        Its spellings of control tokens are control tokens, because a chat template may have been
+        applied to it. An end token is added if it has none.
         """
         utf8(text)
         tokenizer, ends = self._tokenizer, self._ends | {self._end}

@@ -1,4 +1,4 @@
-"""Rows to learn from: demonstrations, and preferences between two responses to one prompt."""
+"""Rows for training: demonstrations, and preferences between two responses to a prompt."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TURN = "\n\nAssistant:"
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt, and what follows it: text, or messages of which the assistant's are learned.
+    """A prompt and its completion: text, or messages of which the assistant's are trained.
 
-    Without a prompt the completion is a text that is learned from its second token on.
+    Without a prompt the completion is a text that is trained from its second token on.
 
     Attributes:
-        data: the row as it stands, which may bring tools and a system message.
+        data: the original row, which may bring tools and a system message.
     """
 
     prompt: Turns
@@ -53,10 +53,9 @@ class Pair:
     """Two responses to one prompt, of which ``chosen`` was preferred.
 
     Attributes:
-        index: the row's place in its dataset.
-        transcript: whether the prompt is the common beginning of two texts, which carry turns of
-            their own.
-        data: the row as it stands.
+        index: the row's index in its dataset.
+        transcript: whether the prompt is the common beginning of two texts that contain turns.
+        data: the original row.
     """
 
     prompt: Turns
@@ -69,7 +68,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairTokens:
-    """A pair as a reward model reads it: a response behind the prompt, with its end token."""
+    """A pair for a reward model. Responses follow the prompt and include the end token."""
 
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]
@@ -77,17 +76,17 @@ class PairTokens:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longer side, prompt counted."""
+        """Tokens of the longer side, including the prompt."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 def attempt(
     items: Iterable[T], make: Callable[[T], U], config: RowsConfig
 ) -> tuple[list[U], list[str]]:
-    """Make something of each item; where one cannot be used, do what ``data.on_error`` says.
+    """Apply ``make`` to each item. For one that cannot be used, do as ``data.on_error`` says.
 
-    Returns what was made, and for each item left out the reason. Raises TaskError, with the code of
-    the first reason, if items are not to be left out, or if none can be used.
+    Returns the results, and the reason for each item left out. Raises TaskError, with the code of
+    the first reason, if items must not be left out, or if none can be used.
     """
     made, errors = list[U](), list[TaskError]()
     for item in items:
@@ -113,7 +112,7 @@ def attempt(
 def attempt_rows(
     rows: Iterable[Row], make: Callable[[Row, int], U], config: RowsConfig
 ) -> tuple[list[U], list[str]]:
-    """Make something of each row and its index, as :func:`attempt`."""
+    """Apply ``make`` to each row and its index (see :func:`attempt`)."""
 
     def named(row: tuple[int, Row]) -> U:
         with of_row(f"'{config.name}', row {row[0]}"):
@@ -123,7 +122,7 @@ def attempt_rows(
 
 
 def cells_of(row: Row, *columns: str) -> list[Any]:
-    """Return the cells of a row in the named columns; raise TaskError if the row lacks one."""
+    """Return a row's cells in the named columns. Raises TaskError if it lacks one."""
     for column in columns:
         if not _has(row, column):
             raise TaskError(
@@ -147,17 +146,17 @@ def _listed(row: Row) -> str:
 
 
 def read_demonstrations(config: DemonstrationsConfig) -> tuple[list[Demonstration], list[str]]:
-    """Return the rows of a dataset, and the reasons why others are left out.
+    """Return the usable rows of a dataset, and the reasons for leaving out the rest.
 
-    The first row says which columns are read. Raises TaskError if the data cannot be read, lacks
-    the columns, or as :func:`attempt`.
+    The first row determines the columns. Raises TaskError if the data cannot be read, lacks the
+    columns, or as :func:`attempt`.
     """
     rows = read(config)
     return attempt_rows(rows, _reader(rows[0], config), config)
 
 
 def _reader(row: Row, config: DemonstrationsConfig) -> Callable[[Row, int], Demonstration]:
-    """Return a reader by the settings' columns, or by those of well-known datasets."""
+    """Return a reader for the settings' columns, or the columns of well-known datasets."""
     messages, columns = config.messages_column, (config.prompt_column, config.completion_column)
     conversations, pairs = [messages], [columns]
     if not any(map(config.is_set, ("messages_column", "prompt_column", "completion_column"))):
@@ -182,7 +181,7 @@ def _reader(row: Row, config: DemonstrationsConfig) -> Callable[[Row, int], Demo
 
 
 def example_of(row: Demonstration, layout: PromptLayout) -> Example:
-    """Return a demonstration in a model's tokens; errors are those of the layout."""
+    """Tokenise a demonstration. Errors are those of the layout."""
     with of_row(f"row {row.index}"):
         if not row.prompt:
             assert isinstance(row.completion, str)
@@ -242,15 +241,15 @@ def _roles(messages: Sequence[Message]) -> str:
 
 
 def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
-    """Return the rows of a dataset as pairs, and the reasons why others are left out.
+    """Return the usable rows of a dataset as pairs, and the reasons for leaving out the rest.
 
-    A row cannot be used that lacks a column, or whose sides are equal, empty, or not answers to one
+    A row is unusable if it lacks a column, or if its sides are equal, empty, or not answers to one
     prompt. Raises TaskError if the data cannot be read, or as :func:`attempt`.
     """
     rows, asked = read(config), config.prompt_column
     columns = config.chosen_column, config.rejected_column
     with of_row(f"'{config.name}'"):
-        cells_of(rows[0], *columns)  # without them nothing can be left out
+        cells_of(rows[0], *columns)  # an error of the dataset, not of a row
     named = bool(asked) and _has(rows[0], asked)
     if asked and not named and config.is_set("prompt_column"):
         raise TaskError(
@@ -275,7 +274,7 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
 
 
 def tokens_of(pair: Pair, layout: PromptLayout) -> PairTokens:
-    """Return a pair in a model's tokens; TaskError if both sides are the same tokens."""
+    """Tokenise a pair. Raises TaskError if both sides are the same tokens."""
     with of_row(f"row {pair.index}"):
         prompt = layout.prompt(pair.prompt, data=pair.data, transcript=pair.transcript)
         chosen, rejected = (layout.response(prompt, r) for r in (pair.chosen, pair.rejected))
@@ -310,10 +309,10 @@ def _sides(
 
 
 def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
-    """Return the end of the prompt that two texts begin with: behind the last turn mark they share.
+    """Return the length of the prompt with which two texts begin: up to their last common turn
+    mark, or without one, up to the last white space in both.
 
-    Without a mark: before the last white space that they share, unless ``turns``, and a column of
-    the row looks like the prompt's.
+    Raises TaskError without a mark if ``turns``, and a column of the row may be the prompt.
     """
     same = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
     common = "".join(character for character, _ in same)
@@ -340,7 +339,7 @@ def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
 def _common_messages(
     prompt: Turns | None, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> tuple[Turns, str, str]:
-    """Return prompt and responses. Sides of several messages are whole conversations."""
+    """Return prompt and responses. Sides of several messages are complete conversations."""
     shared = len(list(takewhile(lambda m: m[0] == m[1], zip(chosen, rejected, strict=False))))
     a, b = chosen[shared:], rejected[shared:]
     if any(len(r) != 1 or r[0]["role"] != "assistant" for r in (a, b)):

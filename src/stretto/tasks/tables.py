@@ -1,4 +1,4 @@
-"""Rows of a local file or of a hub dataset, as they stand there, and the tasks made of them."""
+"""Reads rows of local files and hub datasets, and makes tasks of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = f"{', '.join(SUFFIXES)} (all but parquet also with .gz)"
 
 ROWS_FOLDER = "stretto-rows-"
-"""Beginning of the name of a folder for rows from Python, before their run has its own folder."""
+"""Prefix of a folder for rows from Python, until their run has its own folder."""
 
 ANSWERS = ("answer", "ground_truth", "solution")
-"""Columns that are read as the answer if the settings name none."""
+"""Columns to try as the answer if the settings name none."""
 
 SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """First words in names of files that are splits."""
@@ -41,11 +41,10 @@ _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 
 
 def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
-    """Return the rows that ``config.name`` stands for, cut to ``config.size`` where that is set.
+    """Return the rows of ``config.name``, cut to ``config.size`` if it is set.
 
-    Local files are read afresh each time and need neither a network nor a cache. Raises TaskError
-    if the file or dataset is missing, cannot be read, has no such split, or is too short;
-    MissingExtraError if the library that reads it is not installed.
+    Local files are read again each time, without network or cache. Raises TaskError if the dataset
+    is missing, unreadable, too short, or lacks the split. MissingExtraError if a library is.
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
     local = is_local(config.name)
@@ -65,12 +64,12 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
 
 
 def shown_name(name: str | Path) -> str:
-    """Return how messages name a dataset: rows from Python are in a file that nobody knows."""
+    """Return a dataset's name for messages. Users do not know the file of rows from Python."""
     return "dataset" if Path(name).parent.name.startswith(ROWS_FOLDER) else f"'{name}'"
 
 
 def format_of(name: str | Path) -> str:
-    """Return the suffix that says how a file is read; empty where none does."""
+    """Return the suffix that determines how a file is read, or ``''``."""
     path = Path(name)
     suffix = path.suffix
     if suffix == ".gz":
@@ -79,15 +78,14 @@ def format_of(name: str | Path) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Return whether a dataset's name means a file or folder, there or not, rather than a hub
-    dataset."""
+    """Whether a dataset's name is a file or folder, existing or not, instead of a hub dataset."""
     path = Path(name).expanduser()
     named = bool(format_of(path)) or name.startswith(("/", "./", "../", "~"))
     return named or path.exists()
 
 
 class _ArrowRows(Sequence[Row]):
-    """Rows of an Arrow table, made when they are asked for; as a dataset of the hub."""
+    """Rows of an Arrow table, made on access, as in a hub dataset."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -148,8 +146,8 @@ def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:
 
 
 def _read_folder(path: Path, split: str) -> Any:
-    """Read a folder's files in the order of their names: those that are called as the split, with
-    or without a number (``train-00000-of-00002.parquet``); all where none is called as any split.
+    """Read a folder's files of a split by name, with or without a number
+    (``train-00000-of-00002.parquet``), in order. Read all if no file is named after a split.
     """
     files = sorted(file for file in path.iterdir() if format_of(file))
     if not files:
@@ -175,7 +173,7 @@ def _read_file(path: Path) -> Any:
             return _read_parquet(path)
         case ".csv":
             return _read_csv(path)
-    # Not through a table: that would turn texts that look like dates into dates, and give
+    # Not through a table, which would turn texts that look like dates into dates, and give
     # every row the columns of all others.
     return _read_json(path)
 
@@ -205,9 +203,9 @@ def _text_of(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Read a table whose first line names its columns; all cells are text.
+    """Read a table whose first line names its columns. All cells are text.
 
-    A line with more or fewer cells has none that can be trusted: its row is all ``None``.
+    A line with more or fewer cells becomes a row of ``None``, because no cell can be trusted.
     """
     csv.field_size_limit(sys.maxsize)
     lines = csv.reader(io.StringIO(_text_of(path), newline=""), strict=True)
@@ -248,7 +246,7 @@ def _decode(text: str, where: str) -> Any:
 
 
 def _read_hub(config: TaskConfig | RowsConfig) -> Any:
-    """Read a hub dataset; one of several configurations is named behind a colon."""
+    """Read a hub dataset. A colon and its configuration may follow the name."""
     require("datasets", "hub", f"'{config.name}', a dataset of the hub,")
     import datasets
 
@@ -267,7 +265,7 @@ def _read_hub(config: TaskConfig | RowsConfig) -> Any:
 
 @contextmanager
 def of_row(name: str) -> Iterator[None]:
-    """Name a row in a TaskError about it."""
+    """Add the row's name to a TaskError."""
     try:
         yield
     except TaskError as error:
@@ -275,10 +273,10 @@ def of_row(name: str) -> Iterator[None]:
 
 
 class TableTask(Task):
-    """Rows of a file or a hub dataset; a column of right answers makes it score.
+    """Rows of a file or a hub dataset. A column of right answers makes it a verifier.
 
-    Every row is checked at construction, so that none can stop a run half-way. Those that cannot be
-    used are left out; TaskError if that is all of them.
+    Every row is checked at construction, so that none can stop a run later. Unusable rows are left
+    out. Raises TaskError if no row is usable.
     """
 
     def __init__(self, config: TaskConfig) -> None:
@@ -306,10 +304,10 @@ class TableTask(Task):
         return dict(self._config.columns)
 
     def _find_answers(self) -> str:
-        """Return the column of answers if the settings name none; empty if there is none.
+        """Return the column of answers if the settings name none, or ``''``.
 
-        Every row must have an answer in it: a reward that needs none loses no row to this. A worked
-        solution with a marked end is no answer to compare with.
+        Every row must have an answer in it, so that rewards without answers lose no row. Worked
+        solutions with a marked end do not count, because they cannot be compared.
         """
         for column in ANSWERS:
             self._answer_column = column
@@ -369,7 +367,7 @@ class TableTask(Task):
         return self._indices
 
     def row(self, index: int) -> TaskRow:
-        """Return the row at a place in the data, with columns by the names of ``columns`` too."""
+        """Return the row at an index of the data, with the renamed columns of ``columns``, too."""
         row, answers, demonstration = self._rows[index], self._answer_column, self._shown_column
         reference = str(plain(cell_of(row, answers))) if answers else None
         shown = as_demonstration(cell_of(row, demonstration)) if demonstration else None
@@ -386,10 +384,10 @@ class TableTask(Task):
         return bool(self._answer_column)
 
     def verify(self, index: int, response: str) -> float:
-        """Score a response: 1 if its answer is the row's, as text or as mathematics; else 0.
+        """Return 1 if a response's answer is the row's, as text or as mathematics, or else 0.
 
-        An answer that cannot be compared in time scores 0, and counts in :attr:`timeouts`. Raises
-        TaskError if there is no answer column, or this is not the process's main thread.
+        An answer that cannot be compared in time scores 0 and counts in :attr:`timeouts`. Raises
+        TaskError without an answer column, or outside the process's main thread.
         """
         self.require_verifier()
         answer, bare = self._extract(response)
@@ -414,10 +412,10 @@ class TableTask(Task):
 
 
 class Gsm8kTask(TableTask):
-    """GSM8K in its published form (Cobbe et al. 2021): the answer's last line is '#### N'.
+    """GSM8K as published (Cobbe et al. 2021): the answer's last line is '#### N'.
 
-    The reference is the whole worked solution, as it stands in the data. With ``extract = full``, a
-    response in the same form is scored by what follows its last '####', any other as a whole.
+    The reference is the complete worked solution. With ``extract = full``, a response in the same
+    form is scored by the text after its last '####'. Other responses are scored completely.
     """
 
     def _columns(self) -> dict[str, str]:
