@@ -56,9 +56,7 @@ class Scored:
         return replace(self, scores=scores.to(self.scores.dtype), ended=cut == 0)
 
     def responses(self) -> tuple[Tensor, Tensor]:
-        """Return one row per response [E], to compare them by, and each row's index in that list
-        [B].
-        """
+        """Return one row per response [E], to compare, and each row's index among them [B]."""
         if self.episodes is None:
             every = torch.arange(len(self.mask))
             return every, every

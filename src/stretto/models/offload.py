@@ -156,9 +156,7 @@ class OffloadedTensors:
         self._state = "here"
 
     def offload(self) -> None:
-        """Free the device's copies. Changed tensors are first copied to the host, in the
-        background.
-        """
+        """Free the device's copies. A background thread first copies changed ones out."""
         if self._state == "away":
             return
         if self._state == "here":

@@ -77,9 +77,7 @@ class ShardLayout:
         return tuple(found)
 
     def first(self, full: FullParameter, rank: int) -> Bounds | None:
-        """Return the part that this rank is the first to hold. ``None`` if there is none or it is
-        empty.
-        """
+        """Return the part that this rank is the first to hold. ``None`` if it is empty or none."""
         row, column = divmod(rank, self.tp)
         first = (full.dim is not None or column == 0) and (full.by_rows or row == 0)
         bounds = self.bounds(full, rank)

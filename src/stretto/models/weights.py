@@ -142,9 +142,7 @@ def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | TensorPart]) -> 
 def load_weights(
     module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor | TensorPart], receiver: str
 ) -> None:
-    """Copy a ticket's tensors into a module. Raises EngineError unless its fingerprint then
-    matches.
-    """
+    """Copy a ticket's tensors into a module. EngineError unless its fingerprint then matches."""
     if unknown := set(tensors) - {name for name, _ in module.named_parameters()}:
         raise EngineError(
             f"version {ref.version} brings '{min(unknown)}', which the model of {receiver} does "

@@ -48,9 +48,7 @@ class Backprop(Protocol):
 
 
 class LocalBackprop:
-    """Passes in this process, one micro-batch after another. A CPU trains actor and critic in
-    parallel.
-    """
+    """Passes in this process, one by one. A CPU trains actor and critic in parallel."""
 
     def __init__(
         self,

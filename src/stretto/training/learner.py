@@ -170,9 +170,7 @@ class PolicyLearner:
         return {name: dict(model.gathered(model.snapshot())) for name, model in trained}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of models, beta, version and counters, with tensors or this rank's
-        pieces.
-        """
+        """Return models, beta, version and counts, with tensors or this rank's pieces."""
         return {
             "models": {name: trained.state_dict() for name, trained in self.trained.items()},
             "kl": self._kl.state_dict(),

@@ -26,9 +26,7 @@ Names = Mapping[str, str]
 
 
 class StageTrainer:
-    """Trains one rank's stages of both models. It lives in the rank's process. The rank's device is
-    of the same kind as the full models'.
-    """
+    """Trains one rank's stages of both models, on a device of the full models' kind."""
 
     def __init__(
         self,

@@ -83,9 +83,7 @@ def _settle(answer: Future[T], call: Callable[[], T]) -> None:
 
 
 async def _cancellable(work: Coroutine[Any, Any, None]) -> BaseException | None:
-    """Return the interrupt or exit that ended the work. If a task raised it, asyncio would log that
-    nobody retrieved it.
-    """
+    """Return the interrupt or exit that ended the work, because asyncio would log it if raised."""
     loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), False
     assert task
 

@@ -275,9 +275,7 @@ def _make_token() -> None:
 
 
 def require_answer(address: str) -> None:
-    """Check that a cluster's address answers. Raises ConfigError. Ray itself would keep trying for
-    minutes.
-    """
+    """Raise ConfigError if a cluster's address is silent, as Ray would retry for minutes."""
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         return
     address = os.environ["RAY_ADDRESS"] if address == "auto" else address
@@ -334,9 +332,7 @@ class RankActor:
 
 
 class ActorProcesses:
-    """Ray actors of ranks, which import from the same paths as this process. See
-    ``ranks.Launched``.
-    """
+    """Ray actors of ranks, with the import paths of this process. See ``ranks.Launched``."""
 
     def __init__(
         self,

@@ -113,9 +113,7 @@ def offloaded_of(service: object) -> OffloadedTensors | None:
 
 
 class ServiceTensors:
-    """Offloaded tensors of services that share a device: a call loads its own and offloads the
-    rest.
-    """
+    """Offloaded tensors of services on one device: a call loads its own and offloads the rest."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services

@@ -160,8 +160,7 @@ class Workload(Section):
     response_tokens: Distribution = Lognormal(median=300, p95=1200)
     """Lengths of responses before the limit, by rollout id, or of turns if there are episodes."""
     episodes: Episodes | None = None
-    """Turns, answers and waits, if responses have several turns. max_new_tokens limits their sum.
-    """
+    """Turns, answers and waits, if responses have several turns. max_new_tokens limits the sum."""
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""
     chunks: tuple[PositiveInt, ...] = ()

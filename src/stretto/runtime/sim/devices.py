@@ -16,9 +16,7 @@ from stretto.protocols import Tracer
 
 
 class Device:
-    """A device. A role that needs several acquires them in the order of ``index``. This prevents a
-    deadlock between roles that share some of them.
-    """
+    """A device. Roles acquire several in the order of ``index``, which prevents deadlocks."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -140,9 +140,7 @@ class HeavyTail(Section):
     shortest: Positive = 50.0
     """Tokens."""
     exponent: Positive = 1.2
-    """The share of responses beyond x falls like x to the power -exponent. The mean is finite above
-    1.
-    """
+    """P(length > x) falls like x to the power -exponent. The mean is finite above 1."""
 
     def quantile(self, u: float, rollout_id: int) -> float:
         return float(self.shortest * (1 - u) ** (-1 / self.exponent))
