@@ -407,8 +407,8 @@ class _IpcGroup(_Group):
 
 
 class _WithoutWatchdog:
-    """Disables NCCL's watchdog while a group is made, because each wait here has its own deadline.
-    The watchdog would end the process when a peer has gone or an operation is slow.
+    """Makes groups without NCCL's watchdog, which would end the process when a peer has gone or an
+    operation is slow. Each wait here has its own deadline instead. Read when a group is made.
     """
 
     VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"

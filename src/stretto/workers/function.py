@@ -133,7 +133,7 @@ class FunctionProcess:
         )
 
     def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
-        """Score samples. After a lost process, asks for all again, as a function may compare."""
+        """Score samples. If the process is lost, asks for all again: a function may compare."""
         answers = self._ask(samples, timeout_s)
         if answers.outside:
             _log.warning("reward function %s: %s; asking once more", self._name, answers.trouble)
