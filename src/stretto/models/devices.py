@@ -31,11 +31,13 @@ class Backend:
 
     Attributes:
         graphs: whether decode steps can be replayed as CUDA graphs.
+        steps_unread: decode steps that an engine launches, at most, before it reads their tokens.
         pinned: whether copies to the device are faster from pinned memory.
         collectives: torch's name of the backend for several ranks.
     """
 
     graphs = False
+    steps_unread = 1
     pinned = False
     collectives = "gloo"
 
@@ -167,6 +169,7 @@ class CudaBackend(Backend):
     """A CUDA GPU."""
 
     graphs = True
+    steps_unread = 8
     pinned = True
     collectives = "nccl"
 

@@ -52,11 +52,11 @@ class StopStrings:
     """A check whether the newest token completed one of several strings."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
-        self._strings, self._tokenizer = tuple(strings), tokenizer
+        self.strings, self._tokenizer = tuple(strings), tokenizer
 
     def ends(self, tokens: Sequence[int], start: int = 0, more: tuple[str, ...] = ()) -> bool:
         """Return whether ``tokens[start:]`` has a stop string, or one of ``more``, near its end."""
-        strings = self._strings + more
+        strings = self.strings + more
         # Every token stands for at least one byte of text, so a string that was just completed
         # lies within this many tokens; a few more keep multi-byte characters whole.
         window = max((len(s.encode()) for s in strings), default=0) + 4

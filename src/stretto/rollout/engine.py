@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from stretto.errors import EngineError
+from stretto.models.backend import backend_of
 from stretto.models.cached import RowCache, SlotCache
 from stretto.models.devices import PackedLinears
 from stretto.models.forward import backbone, plain_states, positions, unwrapped
@@ -34,9 +35,17 @@ from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
 from stretto.rollout.drafts import DraftModel, PromptLookup, ProposalLength, Proposer
 from stretto.rollout.sampling import stream_seed
-from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs, decode_each, decoder
+from stretto.rollout.steps import (
+    GraphedDecode,
+    ModelPass,
+    StepInputs,
+    decode_each,
+    decode_several,
+    decoder,
+)
 from stretto.types import (
     Capabilities,
+    Chunk,
     FinishReason,
     FloatArray,
     Hold,
@@ -81,7 +90,8 @@ class TorchEngine(Engine):
     weights by a version number and a fingerprint alone. While the engine decodes on a CPU in
     bfloat16, the module's linear layers are changed for that time; another thread that uses the
     module needs a copy (:func:`~stretto.models.weights.with_own_structure`). Many short calls of
-    :meth:`decode` and one long call sample the same tokens, in the same forward passes.
+    :meth:`decode` and one long call sample the same tokens, on a CPU in the same forward passes. On
+    a GPU a row may stay in them for some steps after its end (:meth:`_steps_unread`).
     """
 
     capabilities = Capabilities(
@@ -101,6 +111,7 @@ class TorchEngine(Engine):
         self._cache = SlotCache(0)
         self._pass, self._steps = decoder(model, self._cache, config)
         self._graphed = isinstance(self._steps, GraphedDecode)
+        self._most_unread = backend_of(self.device).steps_unread
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         self._proposer: Proposer | None = None
         if config.speculative_tokens:
@@ -201,7 +212,9 @@ class TorchEngine(Engine):
                     if not self._rows:
                         break
                     self._prefill()
-                    steps += self._step()
+                    count = self._steps_unread(max_tokens - steps)
+                    left = stop_after and stop_after - self._finished
+                    steps += self._take_unread(count, left) if count > 1 else self._step()
         finally:
             self._packed.restore()  # an interruption may strike on the way into or out of it
         return steps
@@ -289,10 +302,10 @@ class TorchEngine(Engine):
                 row.cached = len(row.prompt) - 1
                 self._cache.copy_row(have[row.prompt], slot, row.cached)
 
-    def _step(self) -> bool:
+    def _step(self) -> int:
         rows, ready = self._rows, [row.ready for row in self._rows]
         if not any(ready):
-            return False
+            return 0
         alike = all(row.sampling.like(self._sampling) for row in rows)
         proposed = self._proposed() if alike else [()] * len(rows)
         inputs = self._inputs(proposed)
@@ -306,8 +319,8 @@ class TorchEngine(Engine):
             each = [row.sampling for row in rows]
             newest, of_newest, likeliest = decode_each(self._steps, inputs, read, each)
             tokens, logprobs = [[x] for x in newest], [[x] for x in of_newest]
-        ended = []
-        for slot in reversed(range(len(rows))):  # from the end: a vacated slot takes the last row
+        ended = {}
+        for slot in reversed(range(len(rows))):
             if not ready[slot]:
                 continue
             row, accepted, equal = rows[slot], 0, (*proposed[slot], None)
@@ -321,16 +334,79 @@ class TorchEngine(Engine):
                 self.speculated["accepted"] += accepted
                 self._length.verified(accepted, rejected=other is not None and token != other)
             if chunk:
-                if chunk.finish is FinishReason.TURN:
-                    self._park(slot)
-                elif self._proposer:
-                    self._proposer.ended(row)
-                self._vacate(slot)
-                ended.append(chunk)
-        self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
-        if any(chunk.finish is FinishReason.TURN for chunk in ended):
+                ended[row.id] = chunk
+        self._leave(ended)
+        return 1
+
+    def _steps_unread(self, most: int) -> int:
+        """Return how many steps to launch before the host reads their tokens, up to ``most``.
+
+        One, if the host has to look at each token: for an end that frees a slot for a waiting row,
+        for stop strings, to propose tokens, and for sampling of a row's own. A row's limit ends the
+        steps, as its slot has no room beyond.
+        """
+        rows, stop = self._rows, self.settings.stop
+        if self._most_unread == 1 or self._waiting or self._proposer or (stop and stop.strings):
+            return 1
+        for row in rows:
+            own = row.sampling
+            if not row.ready or own.stop or not own.like(self._sampling):
+                return 1
+        return min(most, self._most_unread, *(row.tokens_left for row in rows))
+
+    def _take_unread(self, count: int, stop_after: int) -> int:
+        """Take ``count`` steps, then read their tokens. Return how many of the steps count.
+
+        Tokens after the end of their row are dropped, and all tokens after the step in which
+        ``stop_after`` rollouts have finished, so that the outcome is as if each step were read.
+        """
+        rows, ends = list(self._rows), self.settings.end_tokens
+        inputs, read = self._inputs([()] * len(rows)), max(row.cached for row in rows) + 1
+        replays = self.graphed_steps or 0
+        tokens, logprobs = (x.tolist() for x in decode_several(self._steps, inputs, read, count))
+        lengths, finishes = [], []
+        for row, sampled in zip(rows, tokens, strict=True):
+            length = next((n for n, token in enumerate(sampled, 1) if token in ends), count)
+            lengths.append(length)
+            if sampled[length - 1] in ends and not row.sampling.max_turn_tokens:
+                finishes.append(length)
+        last = sorted(finishes)[stop_after - 1] if 0 < stop_after <= len(finishes) else count
+        lengths = [min(length, last) for length in lengths]
+        for step in range(max(lengths)):
+            cached = [r.cached for r, length in zip(rows, lengths, strict=True) if step < length]
+            self.context_tokens += (max(cached) + step + 1) * len(cached)
+        for row, length in zip(rows, lengths, strict=True):
+            row.cached += length
+        slots = {row.id: slot for slot, row in enumerate(rows)}
+        for length in sorted(set(lengths)):
+            ended = {}
+            for row in reversed(self._rows):
+                slot = slots[row.id]
+                if lengths[slot] == length:
+                    row.tokens += tokens[slot][: length - 1]
+                    row.logprobs += logprobs[slot][: length - 1]
+                    newest = tokens[slot][length - 1], logprobs[slot][length - 1]
+                    if chunk := self._append(row, *newest):
+                        ended[row.id] = chunk
+            self._leave(ended)
+        if isinstance(self._steps, GraphedDecode):
+            self._steps.replays = min(self._steps.replays, replays + max(lengths))
+        return max(lengths)
+
+    def _leave(self, ended: Mapping[int, Chunk]) -> None:
+        """Free the slots of rows that ended in a step, or whose turn did."""
+        for slot in reversed(range(len(self._rows))):  # a vacated slot takes the last row
+            row = self._rows[slot]
+            if not (chunk := ended.get(row.id)):
+                continue
+            if chunk.finish is FinishReason.TURN:
+                self._park(slot)
+            elif self._proposer:
+                self._proposer.ended(row)
+            self._vacate(slot)
+        self._done += sorted(ended.values(), key=lambda chunk: chunk.rollout_id)
+        if any(chunk.finish is FinishReason.TURN for chunk in ended.values()):
             self._bound_kept()
-        return True
 
     def _proposed(self) -> Sequence[Sequence[int]]:
         """Propose tokens for each row: none while many are decoded, or some are prefilled."""

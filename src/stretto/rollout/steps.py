@@ -81,6 +81,23 @@ class DecodeSteps(Protocol):
     def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor: ...
 
 
+def decode_several(
+    steps: DecodeSteps, inputs: StepInputs, read: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Decode a number of tokens a row, each after the one before, without the host.
+
+    Takes the inputs [n, 1] of the first step, in which no row sits out. Returns tokens and
+    log-probabilities [n, count].
+    """
+    found = []
+    for step in range(count):
+        newest, logprobs = steps.decode(inputs, read + step)
+        found.append((newest.clone(), logprobs.clone()))  # the next replay of a graph reuses both
+        inputs = StepInputs(newest, inputs.positions + 1, inputs.seeds, inputs.draws + 1)
+    tokens, of_tokens = zip(*found, strict=True)
+    return torch.cat(tokens, 1), torch.cat(of_tokens, 1)
+
+
 def decode_each(
     steps: DecodeSteps, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
 ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
