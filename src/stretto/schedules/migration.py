@@ -181,7 +181,7 @@ class AutoMigration(Simulating):
 
     def _best(self) -> int:
         rng = np.random.default_rng([self._seed, self._steps])
-        thresholds = [0, *(round(share * self._batch) for share in SHARES)]
+        thresholds = [*dict.fromkeys([0, *(round(share * self._batch) for share in SHARES)])]
         in_flight = self._batch + self._beyond
         step_seconds = self._latency.step_seconds(np.arange(1, in_flight + 1))
         seconds = np.zeros(len(thresholds))
