@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -57,7 +58,7 @@ TAIL = 10
 """The 99.9th percentile of the lengths, in medians. It is at the limit."""
 SIGMA = log(TAIL) / NormalDist().inv_cdf(0.999)
 PROMPTS = Uniform(low=32, high=384)
-STEPS = 4
+STEPS = 2 if "--smoke" in sys.argv else 4
 ENOUGH = 1e9
 """Memory that is always enough: the search stops at the bound."""
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)

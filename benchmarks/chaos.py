@@ -19,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from _shared import parse
+from stretto.cli.main import dispatch as stretto
 
 RESTARTS = 1000
 """More than any run needs."""
@@ -110,7 +111,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         whole, torn = (Path(args.out or folder) / name for name in ("whole", "torn"))
-        subprocess.run(command(args, whole, "inline"), check=True, stdout=sys.stderr)
+        with redirect_stdout(sys.stderr):
+            stretto(command(args, whole, "inline")[3:])
         start_s = time.monotonic()
         process = subprocess.Popen(command(args, torn, "local"), stdout=sys.stderr)
         done = disturb(args, process, torn)

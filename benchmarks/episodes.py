@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--p95", type=float, default=5.0, help="seconds that one call in 20 exceeds"
     )
-    small = {"steps": 3, "batch": 4, "median": 0.005, "p95": 0.05, "new_tokens": 128}
+    small = {"steps": 1, "batch": 4, "median": 0.005, "p95": 0.05, "new_tokens": 128}
     small |= {"width": 64, "layers": 2}
     args = parse(parser, {**small, "variants": ["sync", "stretto-score-rollout", "stretto"]})
     if args.variants[0] != "sync":

@@ -13,13 +13,12 @@ is growth in proportion, from one row of a table to the next.
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,26 +87,22 @@ def settings(point: Point, args: argparse.Namespace) -> Config:
     )
 
 
-def measure(point: Point, args: argparse.Namespace) -> Found:
-    """Take two steps in this process."""
+def measure(point: Point, args: argparse.Namespace) -> tuple[float, float, float, int, int]:
+    """Take two steps in this process; what :class:`Found` has."""
     config = settings(point, args)
     _, phases = ppo_step.timed(config)
     took = phases[-1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     weights, _ = info.measure(config.model)
-    return Found(took["gen"], took["score/reference"], took["update"], peak, weights)
+    return took["gen"], took["score/reference"], took["update"], peak, weights
 
 
 def in_a_process(point: Point, args: argparse.Namespace) -> Found:
     """Take them in a new process, whose peak of memory is theirs alone."""
-    given = ["--model", str(args.model), "--data", str(args.data), "--dtype", args.dtype]
-    asked = ["--point", json.dumps(point), "--seed", str(args.seed)]
-    done = subprocess.run(
-        [sys.executable, __file__, *given, *asked], check=False, stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{point} ended with status {done.returncode}")
-    return Found(*json.loads(done.stdout.splitlines()[-1]))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.modeling_utils", "stretto.runtime.run"])
+    with ProcessPoolExecutor(1, context) as pool:
+        return Found(*pool.submit(measure, point, args).result())
 
 
 def shaped(name: str, folder: Path, like: str) -> str:
@@ -190,12 +185,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["", "batch", "length", "model"], default="")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--point", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="where to write the tables as well")
     args = parse(parser, SMOKE, model="model", data="data")
-    if args.point:
-        print(json.dumps(measure(Point(*args.point), args)))
-        return
     shown = ""
     with tempfile.TemporaryDirectory() as scratch:
         for line in tables(args, Path(scratch)):

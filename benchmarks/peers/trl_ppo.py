@@ -30,6 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _shared import leave_out, parse
 
 try:
+    import_module("trl")  # before those that take seconds
+
     import torch
     from datasets import Dataset
     from transformers import (
