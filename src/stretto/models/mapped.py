@@ -4,7 +4,8 @@ A model that several ranks divide need not fit into the memory of any one. It is
 of its files: the weights are then the files, mapped into memory, whose pages all processes of a
 machine share. Every weight records the type that it gets when it is divided, and must not be
 changed until then. Some weights are loaded as usual: weights that transformers builds from several
-tensors, weights of types other than float32 and bfloat16, and models that differ in the other type.
+tensors, weights of types other than float32 and bfloat16, and models in which the type also changes
+other tensors, for example buffers.
 """
 
 from __future__ import annotations

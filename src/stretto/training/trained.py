@@ -120,8 +120,8 @@ PATIENCE_S = 30.0
 
 class Gate:
     """Serializes in-place weight updates, and refuses new ones once closed. ``agree`` is called
-    with whether this gate is open, and decides whether a change may start. Ranks that hold parts of
-    one model thereby all change or none does.
+    with whether this gate is open, and decides whether a change may start, so that ranks holding
+    parts of one model change them together or not at all.
     """
 
     def __init__(self) -> None:

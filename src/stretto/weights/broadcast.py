@@ -26,7 +26,7 @@ from stretto.weights.transfer import Route, Transfers
 
 class WeightSender(SharedChannel):
     """The learner's end: keeps tensors and sends them when the driver asks. It keeps some versions
-    of each model, for followers that are late or new.
+    of each model, for late or new followers.
     """
 
     name = "broadcast"
@@ -79,7 +79,7 @@ class WeightReceiver:
 
     ``tensors`` are the local copies of the parameters that travel, of which only shapes and types
     are read. Each entry of ``sources`` holds the parts that one rank of the learner sends. If it is
-    empty, one rank sends everything. ``own`` has the local parts of parameters that are divided
+    empty, one rank sends everything. ``own`` has the local parts of parameters divided
     here. ``mark`` is the checksum of the last transfer.
     """
 

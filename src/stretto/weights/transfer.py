@@ -2,7 +2,7 @@
 
 A transfer has its own process group, separate from the default groups. Its members are the sources,
 which are the learner's ranks, and the ranks of each follower. All control messages come first: each
-side has confirmed that it holds the same plan. Code in this file therefore waits for nothing
+side has confirmed holding the same plan. Code in this file therefore waits for nothing
 outside the group, and every wait has a deadline.
 
 On a GPU a source packs and sends on its own stream. That stream waits for the work that produced
@@ -83,7 +83,7 @@ def choose_wires(
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The address of the store where groups meet, and the time limits of a transfer in seconds.
+    """The address of the rendezvous store of groups, and the time limits of a transfer in seconds.
     ``timeout_s`` comes from the settings. ``most_s`` is the limit for transfers of many bytes.
     """
 
@@ -460,7 +460,7 @@ def opened(ticket: bytes, device: torch.device) -> Tensor:
 
 
 def open_store(host: str) -> tuple[Any, int]:
-    """Open a store where groups meet. Return it and its port. It ends with this process."""
+    """Open a rendezvous store for groups. Return it and its port. It ends with this process."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere

@@ -61,7 +61,7 @@ class _LostError(Exception):
 class FunctionProcess:
     """The process of a reward function and its JSON lines. Every wait has a deadline.
 
-    A process that is killed, or paused until its deadline, has not answered for the function. It is
+    A process killed, or paused until its deadline, has not answered for the function. It is
     replaced once per request, and once if killed during its start.
 
     Args:

@@ -48,10 +48,10 @@ class Host:
         self._tensors = ServiceTensors(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
-        """Return a method's result, or the StrettoError that it raised. The rank lives on. Results
-        that must be equal on all ranks are compared, and only the first rank returns them. Raises
-        RankError if they differ. Raises the error itself if only this rank failed, because the
-        other ranks then wait for it.
+        """Return a method's result, or the StrettoError it raised. The rank lives on. Results that
+        must be equal on all ranks are compared, and only the first rank returns them. Raises
+        RankError if they differ. Raises the error itself if the other ranks have not finished the
+        method after :data:`ALONE_S`, as they may wait for this rank elsewhere.
         """
         try:
             self._tensors.begin(service, method)

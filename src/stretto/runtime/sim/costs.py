@@ -43,10 +43,10 @@ class Efficiency(Section):
 
 
 class DecodeCost(Section):
-    """The cost of decoding, by a roofline (Williams et al. 2009). A step takes ``step_s + row_s * R
-    + context_s * C`` seconds, plus the maximum of its memory reads, ``weights_s + cache_s * C``,
-    and its computation, ``product_s * R + attention_s * C``. Costs fitted to a run have only the
-    first three terms. Over n steps in which no row ends, C grows by R per step.
+    """The cost of decoding, by a roofline (Williams et al. 2009): a step takes
+    ``step_s + row_s * R + context_s * C`` seconds, plus the maximum of its memory reads,
+    ``weights_s + cache_s * C``, and its computation, ``product_s * R + attention_s * C``. Costs
+    fitted to a run have only the first three terms. C grows by R per step while no row ends.
     """
 
     step_s: NonNegative = 0.0
