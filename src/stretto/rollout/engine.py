@@ -42,6 +42,7 @@ from stretto.rollout.steps import (
     decode_each,
     decode_several,
     decoder,
+    until_ends,
 )
 from stretto.types import (
     Capabilities,
@@ -360,18 +361,12 @@ class TorchEngine(Engine):
         Tokens after the end of their row are dropped, and all tokens after the step in which
         ``stop_after`` rollouts have finished, so that the outcome is as if each step were read.
         """
-        rows, ends = list(self._rows), self.settings.end_tokens
+        rows = list(self._rows)
         inputs, read = self._inputs([()] * len(rows)), max(row.cached for row in rows) + 1
         replays = self.graphed_steps or 0
         tokens, logprobs = (x.tolist() for x in decode_several(self._steps, inputs, read, count))
-        lengths, finishes = [], []
-        for row, sampled in zip(rows, tokens, strict=True):
-            length = next((n for n, token in enumerate(sampled, 1) if token in ends), count)
-            lengths.append(length)
-            if sampled[length - 1] in ends and not row.sampling.max_turn_tokens:
-                finishes.append(length)
-        last = sorted(finishes)[stop_after - 1] if 0 < stop_after <= len(finishes) else count
-        lengths = [min(length, last) for length in lengths]
+        goes_on = [row.sampling.max_turn_tokens > 0 for row in rows]
+        lengths = until_ends(tokens, self.settings.end_tokens, goes_on, stop_after)
         for step in range(max(lengths)):
             cached = [r.cached for r, length in zip(rows, lengths, strict=True) if step < length]
             self.context_tokens += (max(cached) + step + 1) * len(cached)

@@ -6,7 +6,7 @@ Shapes: n rows, q tokens a row (its newest, and proposed ones), K key positions 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,6 +96,27 @@ def decode_several(
         inputs = StepInputs(newest, inputs.positions + 1, inputs.seeds, inputs.draws + 1)
     tokens, of_tokens = zip(*found, strict=True)
     return torch.cat(tokens, 1), torch.cat(of_tokens, 1)
+
+
+def until_ends(
+    tokens: Sequence[Sequence[int]],
+    end_tokens: Collection[int],
+    goes_on: Sequence[bool],
+    stop_after: int,
+) -> list[int]:
+    """Count the tokens of each row up to its end token, or up to the step in which ``stop_after``
+    rows have finished, if that is not 0. Rows that go on after an end have not finished.
+    """
+    lengths, finishes = [], []
+    for row, more in zip(tokens, goes_on, strict=True):
+        end = next((n for n, token in enumerate(row, 1) if token in end_tokens), None)
+        lengths.append(len(row) if end is None else end)
+        if end is not None and not more:
+            finishes.append(end)
+    if 0 < stop_after <= len(finishes):
+        last = sorted(finishes)[stop_after - 1]
+        return [min(length, last) for length in lengths]
+    return lengths
 
 
 def decode_each(
