@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ from stretto.training.losses import MicroBatch
 from stretto.training.trained import Trained
 from stretto.types import FloatArray, Response, TrainBatch, TrainOutput, WeightsRef
 from stretto.weights.channel import SharedChannel
-
-if TYPE_CHECKING:
-    pass
-
 
 _LR = {"actor": "lr", "critic": "critic/lr"}
 _NORM = {"actor": "policy/grad_norm", "critic": "critic/grad_norm"}
