@@ -1,1 +1,1 @@
-"""Generation for requests from outside: one stream each, decoded together; an OpenAI server."""
+"""Generation for external requests, decoded together, and an OpenAI-compatible server."""

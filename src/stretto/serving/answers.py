@@ -1,4 +1,4 @@
-"""Answers as JSON, in OpenAI's forms and vLLM's."""
+"""Answers as JSON, in OpenAI's and vLLM's forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Piece:
-    """What has come of one answer since the last piece, or all of it."""
+    """The part of one answer since the last piece, or the complete answer."""
 
     index: int
     text: str = ""
@@ -30,7 +30,7 @@ class Piece:
     offset: int = 0  # characters of the answer before
 
     def add(self, piece: Piece) -> None:
-        """Take in the next piece of the same answer."""
+        """Append the next piece of the same answer."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
@@ -40,7 +40,7 @@ class Piece:
 
 
 class Logprobs:
-    """Log-probabilities of tokens, with the texts of these."""
+    """Log-probabilities of tokens, with the tokens' texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +98,7 @@ def _entry(token: int, logprob: float) -> dict[str, Any]:
 
 
 def sent(message: Message, *, streamed: bool = False) -> dict[str, Any]:
-    """Return a turn as an answer has it: calls with arguments as JSON, numbered if ``streamed``."""
+    """Return a turn as in an answer, with arguments as JSON. Number its calls if ``streamed``."""
     calls = []
     for index, call in enumerate(message.get("tool_calls") or ()):
         function = dict(call["function"])

@@ -53,28 +53,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Token limit of ``/v1/completions`` where the request has none; OpenAI's."""
+"""OpenAI's default token limit of ``/v1/completions``."""
 
 MOST_BYTES = 1 << 23
-"""Bytes of a request's body, at most."""
+"""Most bytes of a request's body."""
 
 INLINE = 1 << 14
-"""Bytes of a body that is read, and log-probs of an answer that is written, in the event loop. More
-take a thread, so that other requests, and a run's schedule, go on meanwhile.
-"""
+"""Most bytes of a body to parse, and log-probs of an answer to serialise, in the event loop. Larger
+ones use a thread, so that other requests and a run's schedule continue meanwhile."""
 
 SESSION = "x-session-id"
-"""Header of a request's session, where its path has none."""
+"""Header of a request's session, if its path has none."""
 
 P = TypeVar("P")
 
 
 @dataclass
 class _Form:
-    """The form of answers: see :class:`_Call`.
+    """The form of answers (see :class:`_Call`).
 
     Attributes:
-        prefix, kind: of answers' names, and OpenAI's name of such objects; empty: vLLM's form.
+        prefix, kind: of answers' ids, and OpenAI's type of the objects. Empty for vLLM's form.
     """
 
     choice: Callable[[Piece, bool], dict[str, Any]]
@@ -86,15 +85,15 @@ class _Form:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request that is being answered.
+    """A request in progress.
 
     Attributes:
-        prompts: token ids; each has as many answers as the next.
-        choice: makes the JSON of an answer, or in a stream of a piece of it.
+        prompts: token ids. Each prompt has the same number of answers.
+        choice: makes the JSON of an answer, or of a piece of it in a stream.
         about: fields of every JSON object that is sent.
-        said: is told of each whole answer.
-        whole: whether an answer is sent at its end alone, as its calls are.
-        stop_ids: tokens that end an answer, besides those that end every one.
+        said: called with each complete answer.
+        whole: whether an answer is sent only at its end, as for tool calls.
+        stop_ids: tokens that end an answer, in addition to the engine's.
     """
 
     asked: ChatRequest | CompletionRequest | GenerateRequest
@@ -138,7 +137,7 @@ class _Call:
 
 
 class _EventStream(StreamingResponse):
-    """Events of a stream, which is closed with the response, even before its first event."""
+    """Events of a stream. It is closed with the response, even before its first event."""
 
     def __init__(self, events: AsyncIterator[str], stream: Stream) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -150,10 +149,10 @@ class _EventStream(StreamingResponse):
 
 
 class Server:
-    """The application: one model, whose newest weights answer.
+    """The application for one model, whose newest weights answer.
 
-    With sessions, it is for the programs of a run's episodes: every request belongs to a session,
-    by its path or else its header, and the run's schedule has its turn sampled.
+    With sessions, it serves the programs of a run's episodes: every request belongs to a session,
+    by its path or header, and the run's schedule samples its turn.
 
     Attributes:
         app: for any ASGI server.
@@ -171,21 +170,21 @@ class Server:
         end_tokens: frozenset[int] = frozenset(),
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Make one.
+        """Build the application.
 
         Args:
             name: of the model in requests and answers.
-            api_key: that requests must bring, if any.
+            api_key: required in requests, if any.
             label: names a version of the weights, for ``system_fingerprint``.
-            hosts: names that requests may call this host by; '*' is any.
+            hosts: allowed host names in requests. '*' allows any.
             end_tokens: that end a turn, for chats with tools.
-            template_arguments: of the chat template; those of a request win.
+            template_arguments: of the chat template. Those of a request override them.
         """
         self._logprobs = Logprobs(tokenizer)
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._key, self._label = api_key, label
         self._encoder, self._since = Encoder(tokenizer, template_arguments), int(time.time())
-        self._widest = max(map(len, tokenizer.get_vocab()))  # characters of a token
+        self._widest = max(map(len, tokenizer.get_vocab()))  # most characters of a token
         sessions = engine if isinstance(engine, Sessions) else None
         self._bridges = sessions.bridges if sessions else Bridges(self._encoder, end_tokens)
         routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
@@ -212,8 +211,8 @@ class Server:
             try:
                 response: Response = await answer(http)
             except ClientDisconnect:
-                return Response(status_code=499)  # which nobody reads
-            except TaskError as error:  # a prompt that cannot be read
+                return Response(status_code=499)  # nobody reads it
+            except TaskError as error:  # an invalid prompt
                 raise ApiError(str(error), 400, "invalid_prompt") from error
             except EngineError as error:
                 raise of_engine(error) from error
@@ -250,7 +249,7 @@ class Server:
     async def _read(
         self, http: HttpRequest, kind: type[R], prompts: Callable[[R], P]
     ) -> tuple[R, P]:
-        """Read a request and make its prompts, on a thread where that may take long."""
+        """Parse a request and make its prompts, on a thread if that may take long."""
         client, raw = self._client(http), await read_body(http, MOST_BYTES)
         note, longest = client.note if isinstance(client, Session) else None, client.longest
         limits = Limits(client.most, longest, longest * self._widest, note)
@@ -259,7 +258,7 @@ class Server:
             asked = parsed(kind, read_json(raw, limits), limits)
             return asked, prompts(asked)
 
-        slow = kind is ChatRequest or len(raw) > INLINE  # a first chat proves the template's ways
+        slow = kind is ChatRequest or len(raw) > INLINE  # the first chat probes the template
         return await asyncio.to_thread(work) if slow else work()
 
     async def _chat(self, http: HttpRequest) -> Response:
@@ -307,7 +306,7 @@ class Server:
     def _chat_prompt(
         self, client: EngineClient | Session, asked: ChatRequest
     ) -> tuple[Sequence[Message], Sequence[int], Mapping[str, Any]]:
-        """Return a conversation, its tokens, and its own arguments of the chat template."""
+        """Return a conversation, its tokens, and its template arguments."""
         turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
         tools, own = asked.offered, asked.chat_template_kwargs or {}
         try:
@@ -316,7 +315,7 @@ class Server:
                 return turns, client.prompt(turns, tools), held
             if tools:
                 return turns, self._bridges.of(tools, own).prompt(turns, tools)[0], own
-        except ConfigError as error:  # the template cannot do it
+        except ConfigError as error:  # not possible with this template
             raise ApiError(str(error), 400, "unsupported_parameter", "tools") from error
         row = TaskRow(tuple(turns), {ARGUMENTS: own})
         return turns, render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens, own
@@ -332,7 +331,7 @@ class Server:
         asked, prompts = await self._read(
             http, CompletionRequest, lambda asked: [tokens(p) for p in asked.prompt]
         )
-        in_session = isinstance(self._client(http), Session)  # where the run sets the limit
+        in_session = isinstance(self._client(http), Session)  # the run sets the limit
         most = asked.max_tokens or (None if in_session else DEFAULT_COMPLETION_TOKENS)
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
@@ -375,9 +374,9 @@ class Server:
         most: int | None,
         form: _Form,
     ) -> Response:
-        """Submit a request; return the answer, or begin to stream it.
+        """Submit a request and return the answer, or begin to stream it.
 
-        Without ``most`` tokens an answer may take what the prompt leaves of the context.
+        If ``most`` is None, an answer may fill the rest of the context.
         """
         client, options = self._client(http), asked.options
         in_session = isinstance(client, Session)
@@ -433,7 +432,7 @@ class Server:
                 **self._versioned(call, answers),
                 **_prompt_ids(call),
             }
-            # In pieces, between which other threads run.
+            # In pieces, so that other threads can run in between.
             encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
             return "".join(encoder.iterencode(found))
 
@@ -502,8 +501,7 @@ def _ids(asked: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]
 
 
 def _prompt_ids(call: _Call) -> dict[str, Any]:
-    """Return the token ids of the one prompt, if they are asked for; completions, which may have
-    several, give them with their answers."""
+    """Return the single prompt's token ids, if requested. Completions return theirs per answer."""
     if isinstance(call.asked, CompletionRequest) or not call.asked.return_token_ids:
         return {}
     return {"prompt_token_ids": list(call.prompts[0])}

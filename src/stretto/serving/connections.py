@@ -1,4 +1,4 @@
-"""Connections of a server: bodies within limits, clients that leave, errors in OpenAI's form."""
+"""Connections of a server: limits of bodies, clients that leave, errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from stretto.errors import StrettoError
 from stretto.serving.requests import ApiError
 
 BODY_S = 30
-"""Seconds in which a body has to arrive."""
+"""Seconds for a body to arrive."""
 
 IDLE_S = 5
-"""Seconds that a connection may be open without the whole head of a request. The limit of uvicorn
-holds behind an answer, and until the next byte.
-"""
+"""Seconds that a connection may be open without a complete request head. uvicorn's own limit only
+applies after an answer, and until the next byte."""
 
 _STATUS = {
     "context-length": (400, "context_length_exceeded"),
@@ -29,7 +28,7 @@ _STATUS = {
     "episode-over": (400, "episode_over"),
     "template-breaks": (400, "conversation_rewritten"),
 }
-"""Status and OpenAI's code of an engine's refusals; what is missing is a server's error."""
+"""Status and OpenAI's code of an engine's errors. All others are server errors."""
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -54,8 +53,8 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
 
 
 async def read_body(http: Request, most: int) -> bytes:
-    """Return a body of JSON; raise ApiError if it has another type, is too large, or too slow."""
-    # Of browsers, a page of another site may send other types without having asked the server.
+    """Return a JSON body. Raises ApiError if it has another type, is too large, or too slow."""
+    # Browsers let pages of other sites send other types without a preflight request.
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError("requests have the header Content-Type: application/json", 415)
@@ -72,7 +71,7 @@ async def read_body(http: Request, most: int) -> bytes:
 
 
 async def unless_gone(http: Request, work: Any) -> Response:
-    """Do the work of an answer, unless the client goes before."""
+    """Compute an answer, unless the client leaves before."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -97,7 +96,7 @@ def of_engine(error: StrettoError) -> ApiError:
 
 
 async def refused(http: Request, error: Exception) -> Response:
-    """Answer an error."""
+    """Convert an error to a response."""
     headers = None
     if isinstance(error, HTTPException):
         headers, message = error.headers, error.detail

@@ -1,4 +1,4 @@
-"""The server that the programs of a run's episodes ask: on the loopback, in the run's process."""
+"""The server for programs of a run's episodes: on loopback, in the run's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 
 STARTS_S = 0.01
-"""Seconds between two looks whether the server has started."""
+"""Seconds between checks whether the server has started."""
 
 
 class _Quiet(uvicorn.Server):
@@ -34,7 +34,7 @@ class _Quiet(uvicorn.Server):
 class ProgramServer:
     """Answers the programs' requests while it is running.
 
-    Every request brings the sessions' key, a token of the run that programs are given.
+    Every request must bring the sessions' key, a token of the run that programs receive.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ProgramServer:
         tokenizer: PreTrainedTokenizerBase,
         name: str,
     ) -> None:
-        """Make one; ``name`` is the model's in requests."""
+        """Prepare the server. ``name`` is the model's in requests."""
         self._sessions = sessions
         app = Server(
             sessions,
@@ -72,7 +72,7 @@ class ProgramServer:
             self._serving.result()
 
     async def stop(self) -> None:
-        """Close the port, and all connections."""
+        """Close the port and all connections."""
         self._server.should_exit = self._server.force_exit = True
         if self._serving:
             await asyncio.gather(self._serving, return_exceptions=True)

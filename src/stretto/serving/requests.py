@@ -1,9 +1,8 @@
-"""Bodies of requests in OpenAI's and vLLM's form.
+"""Request bodies in OpenAI's and vLLM's form.
 
-A field that would change an answer and cannot be honoured is refused by its name. The program of an
-episode may send any field: its turns are drawn from the run's own distribution, and the fields that
-would change that are noted. Limits are checked before anything is made of a request, so that a
-small body cannot ask for much work.
+A field that would change an answer and is not supported is refused by name. Programs of episodes
+may send any field, because the run's settings determine their sampling. Fields without effect are
+then noted. Limits are checked first, so that a small body cannot cause much work.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ MOST_CHOICES, MOST_LOGPROBS = 128, 20
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256
 
 MOST_VALUES = 200_000
-"""Lists, objects and texts of a body, which are parsed while nothing else of the process runs. A
-server of longer contexts takes one a token.
-"""
+"""Most lists, objects and texts in a body, because parsing blocks the whole process. A server with
+longer contexts accepts one per token."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -45,7 +43,7 @@ WITHOUT_EFFECT = frozenset(
         "routed_experts_prompt_start",
     }
 )  # fmt: skip
-"""Fields that no answer depends on here."""
+"""Fields that change no answer here."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
@@ -73,11 +71,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         (),
     ),
 }  # fmt: skip
-"""Fields that are not supported, with the values that they have no effect with, besides null."""
+"""Unsupported fields, with the values (in addition to null) that have no effect."""
 
 
 class ApiError(Exception):
-    """An error that is answered in OpenAI's form."""
+    """An error to be answered in OpenAI's form."""
 
     def __init__(
         self, message: str, status: int = 400, code: str | None = None, param: str | None = None
@@ -93,13 +91,13 @@ class ApiError(Exception):
 
 
 class Limits(NamedTuple):
-    """How much a request may ask for.
+    """Limits of a request.
 
     Attributes:
         answers: prompts times ``n``.
         tokens: of a prompt and its answer.
-        characters: of a prompt; more of them have more tokens.
-        note: in an episode, is told the names of fields that have no effect there.
+        characters: of a prompt. A longer one has more than ``tokens`` tokens.
+        note: called with the names of fields that have no effect, in an episode.
     """
 
     answers: int = 1 << 30
@@ -108,7 +106,7 @@ class Limits(NamedTuple):
     note: Callable[[Collection[str]], None] | None = None
 
     def check(self, prompts: Sequence[str | list[int]], n: int) -> None:
-        """Raise ApiError for prompts that can never fit, or more answers than there is room for."""
+        """Raise ApiError for prompts that can never fit, or for too many answers."""
         for prompt in prompts:
             is_text = isinstance(prompt, str)
             most, unit = (self.characters, "characters") if is_text else (self.tokens, "tokens")
@@ -134,7 +132,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)
 
 
 class Options(_Body):
-    """How answers are sampled."""
+    """Sampling options of answers."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -163,8 +161,8 @@ class Options(_Body):
         raise NotImplementedError
 
     def sampling(self, number: int, most: int) -> Sampling:
-        """Return how an answer of up to ``most`` tokens is sampled; answers to one request have
-        numbers, and random streams of their own. Without a seed, streams are the engine's.
+        """Return the sampling of an answer of up to ``most`` tokens. With a seed, each answer of a
+        request has a random stream of its own by its ``number``. Without one, the engine's is used.
         """
         return Sampling(
             max_new_tokens=most,
@@ -178,10 +176,10 @@ class Options(_Body):
 
 
 class StreamOptions(_Body):
-    """What a stream has besides answers."""
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # a defence of networks' traffic; none here
+    include_obfuscation: bool | None = None  # padding against traffic analysis, not done here
 
 
 class _Request(_Body):
@@ -197,14 +195,14 @@ class _Request(_Body):
 
 
 class Function(_Body):
-    """The function that a call names; its arguments are JSON, as the policy wrote it."""
+    """The function of a call. Its arguments are JSON, as the policy wrote it."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
 class ChatCall(_Body):
-    """A call of a tool, in a turn of the assistant."""
+    """A tool call in a turn of the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -226,9 +224,9 @@ class Tool(_Body):
 
 
 class ChatMessage(_Body):
-    """A turn of a conversation, whose content may come in parts that are text.
+    """A turn of a conversation. Its content may be a list of text parts.
 
-    Keys that no chat template reads are left out: clients append messages as they have them.
+    Keys that no chat template reads are dropped, because clients append messages unchanged.
     """
 
     role: str
@@ -241,7 +239,7 @@ class ChatMessage(_Body):
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, value: Any) -> Any:
-        """Leave out keys without a value; a turn of the assistant may have no content either."""
+        """Drop keys without a value. A turn of the assistant may also lack content."""
         if not isinstance(value, dict):
             return value
         known = {k: v for k, v in value.items() if v not in (None, [])}
@@ -332,7 +330,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 class SamplingParams(Options):
-    """vLLM's, as far as there are such."""
+    """vLLM's sampling parameters, as far as they are supported."""
 
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
@@ -360,7 +358,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest, GenerateRequest)
 
 
 def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
-    """Return the data of a body; raise ApiError if it is no JSON, or too much to parse."""
+    """Parse a body. Raises ApiError if it is not JSON, or too much to parse."""
     values = raw.count(b"{") + raw.count(b"[") + raw.count(b'"') // 2
     if values > (most := max(MOST_VALUES, limits.tokens)):
         raise ApiError(f"the body has {values} lists, objects and texts; the most are {most}", 413)
@@ -368,18 +366,18 @@ def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
         body = parse(raw)
     except ValueError as error:
         raise ApiError(f"the body is no JSON: {error}") from error
-    if _HALF_PAIR.search(raw):  # JSON spells what is no Unicode, too
+    if _HALF_PAIR.search(raw):  # JSON can spell invalid Unicode
         utf8(json.dumps(body, ensure_ascii=False))
     return body
 
 
 def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
-    """Return a request. ApiError if it is none, exceeds limits, or asks for the impossible."""
+    """Validate a request. Raises ApiError if it is invalid or exceeds limits."""
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
     body = _known(body, kind, limits)
     if isinstance(inner := body.get("sampling_params"), dict):
-        of_text = ("skip_special_tokens", "include_stop_str_in_output")  # and there is none
+        of_text = ("skip_special_tokens", "include_stop_str_in_output")  # there is none
         inner = {k: v for k, v in inner.items() if k not in of_text}
         body["sampling_params"] = _known(inner, SamplingParams, limits)
     try:
@@ -396,7 +394,7 @@ def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
 
 
 def _known(body: Mapping[str, Any], kind: type[_Body], limits: Limits) -> dict[str, Any]:
-    """Return the fields that a request has; refuse others, or note them in an episode."""
+    """Return a request's supported fields. Refuse all others, or note them in an episode."""
     kept: dict[str, Any] = {}
     noted = []
     for name, value in body.items():

@@ -1,4 +1,4 @@
-"""Requests to a generator, which come and go while others are decoded."""
+"""Requests to a generator, which start and end while others are decoded."""
 
 from __future__ import annotations
 
@@ -17,34 +17,32 @@ from stretto.workers.threads import WorkerThread
 
 
 class Request(NamedTuple):
-    """A prompt as the model reads it, and how the answer to it is sampled."""
+    """A prompt's token ids, and the sampling of its answer."""
 
     tokens: Sequence[int]
     sampling: Sampling
 
 
 class Stream(Protocol):
-    """The answers to some requests, as they grow."""
+    """The growing answers to some requests."""
 
     def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """Yield chunks, each with the number of its request, until all answers have ended. Raises
-        EngineError if the engine has stopped.
-        """
+        """Yield (request number, chunk) until all answers have ended. May raise EngineError."""
 
     def abort(self, number: int) -> None:
-        """End an answer, of which nothing more comes; one that has ended is left as it is."""
+        """End an answer. No more chunks of it follow. An ended answer is left alone."""
 
     def close(self) -> None:
-        """End all answers. Whoever submits requests closes their stream."""
+        """End all answers. Whoever submits requests must close their stream."""
 
 
 class EngineClient(Protocol):
-    """What a server asks of an engine.
+    """A server's interface to an engine.
 
     Attributes:
-        longest: tokens of prompt and answer, at most.
-        most: answers to a request, at most.
-        version: of the weights that the next request is answered with, if none come before.
+        longest: most tokens of prompt and answer together.
+        most: most answers per request.
+        version: of the weights for the next request, unless newer ones come first.
     """
 
     longest: int
@@ -65,14 +63,14 @@ class Decodes(Protocol):
         """Decode tokens of all responses."""
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget responses."""
+        """Drop responses."""
 
     async def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on."""
+        """Load weights for further decoding."""
 
 
 class ThreadGenerator:
-    """An engine of this process as a generator, whose calls are made on a thread."""
+    """A generator that calls an engine of this process on a thread."""
 
     def __init__(self, engine: Engine, thread: WorkerThread) -> None:
         self._engine, self._run = engine, thread.run
@@ -91,14 +89,14 @@ class ThreadGenerator:
 
 
 class AsyncEngine:
-    """An :class:`EngineClient` over a generator: requests enter free slots while others decode.
+    """An :class:`EngineClient` over a generator. Requests enter free slots while others decode.
 
-    Every answer is of one version of the weights: before new ones are loaded, answers under way are
-    decoded to their ends, and requests that come meanwhile wait.
+    Every answer is of one version of the weights. Before new ones are loaded, answers in progress
+    are completed, and new requests wait.
     """
 
     def __init__(self, generator: Decodes, longest: int, most: int) -> None:
-        """Make one for ``most`` requests at a time, those that wait included."""
+        """Accept ``most`` requests at a time, including waiting ones."""
         self.longest, self.most, self.version = longest, most, 0
         self._generator = generator
         self._ids = count()
@@ -110,7 +108,7 @@ class AsyncEngine:
         self._work = asyncio.Event()
 
     def submit(self, requests: Sequence[Request]) -> Stream:
-        """Queue requests; see :meth:`EngineClient.submit`."""
+        """Queue requests (see :meth:`EngineClient.submit`)."""
         if self._failure:
             raise self._failure
         for tokens, sampling in requests:
@@ -139,12 +137,12 @@ class AsyncEngine:
         return stream
 
     def load(self, weights: WeightsRef) -> None:
-        """Have these weights loaded once no answer is under way; newer ones take their place."""
+        """Load these weights once no answer is in progress, unless newer ones replace them."""
         self._weights = weights
         self._work.set()
 
     async def run(self) -> None:
-        """Decode, until cancelled. An error ends all answers, and is raised."""
+        """Decode until cancelled. An error ends all answers, and is raised."""
         try:
             while True:
                 await self._turn()
@@ -158,7 +156,7 @@ class AsyncEngine:
             raise
 
     def forget(self, id_: int) -> None:
-        """Give up a request that has not ended."""
+        """Drop a request that has not ended."""
         del self._streams[id_]
         if self._new.pop(id_, None) is None:
             self._gone.append(id_)
@@ -212,7 +210,7 @@ class _Stream:
     def abort(self, number: int) -> None:
         id_ = self._ids[number]
         if self._numbers.pop(id_, None) is not None:
-            with suppress(KeyError):  # it has just ended by itself
+            with suppress(KeyError):  # it has just ended
                 self._engine.forget(id_)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come."""
+"""Incremental decoding of an answer's text."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\ufffd"
-"""What a text ends with whose last character has not come whole."""
+"""End of a text whose last character is incomplete."""
 
 
 class GrowingText:
     """A text without special tokens, which ends before the first of some stop strings.
 
     Attributes:
-        stopped_by: the stop string that has come; ``None`` before.
+        stopped_by: the stop string that occurred, or ``None``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
-        # Text is read in a window: what a token stands for depends on the one before.
+        # Decoded in a window, because a token's text depends on the token before it.
         self._start = self._read = 0
         self._text, self._taken = "", 0
         self._borders = [_borders(string) for string in self._stop]
-        self._begun = [0] * len(self._stop)  # characters at the text's end that begin each string
+        self._begun = [0] * len(self._stop)  # how much of each string the text ends with
         self.stopped_by: str | None = None
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Add tokens up to the one that completes a stop string; return how many those are."""
+        """Add tokens up to the one that completes a stop string. Return how many were added."""
         for number, token in enumerate(tokens, start=1):
             self._tokens.append(token)
             self._extend(last=False)
@@ -39,8 +39,8 @@ class GrowingText:
         return len(tokens)
 
     def take(self, *, last: bool = False) -> str:
-        """Return what has come since the last call, without the beginning of what may become a
-        stop string or a character; the ``last`` call returns that, too.
+        """Return the text since the last call, except a possible beginning of a stop string or of a
+        character. With ``last``, return that, too.
         """
         if last and self.stopped_by is None:
             self._extend(last=True)
@@ -76,10 +76,10 @@ class GrowingText:
 
 
 def _matched(string: str, borders: Sequence[int], text: str, matched: int = 0) -> int:
-    """Return how many characters of a string's beginning a text ends with (Knuth, Morris, Pratt).
+    """Return the length of a string's longest prefix that ends a text (Knuth, Morris, Pratt).
 
     Args:
-        matched: the same of what comes before the text.
+        matched: the same for the text before.
     """
     for character in text:
         while matched and string[matched] != character:
@@ -89,7 +89,7 @@ def _matched(string: str, borders: Sequence[int], text: str, matched: int = 0) -
 
 
 def _borders(string: str) -> list[int]:
-    """Return for each beginning of a string the length of its longest proper end that begins it."""
+    """Return the length of the longest border of each prefix (Knuth, Morris, Pratt)."""
     borders = [0] * len(string)
     for end in range(1, len(string) - 1):
         borders[end] = _matched(string, borders, string[end], borders[end - 1])
