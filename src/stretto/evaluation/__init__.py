@@ -1,6 +1,6 @@
 """Measures of a policy: right answers, win-rates, drift from the SFT model.
 
-A policy answers held-out prompts once; every measure looks at the same responses.
+A policy answers held-out prompts once, and all measures use the same responses.
 """
 
 from stretto.evaluation.gold import WinRate, open_gold

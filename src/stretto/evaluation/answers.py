@@ -33,10 +33,10 @@ from stretto.types import FinishReason, Prompt
 def open_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, overrides: Overrides = NO_OVERRIDES
 ) -> tuple[Engine, nn.Module]:
-    """Load the model of the settings, and open the engine that they name over it, in this process.
+    """Load the model of the settings, and open their engine over it in this process.
 
-    Where that engine's library is not installed here, Stretto's own takes its place. The model is
-    on the CPU if the engine has weights of its own. Raises ModelError if it cannot be loaded.
+    If the engine's library is not installed, Stretto's own engine replaces it. The model is on the
+    CPU if the engine has weights of its own. Raises ModelError if it cannot be loaded.
     """
     kind, m = engine_of(config.rollout), config.model
     try:
@@ -55,7 +55,7 @@ def open_engine(
 
 
 def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> list[Rollout]:
-    """Answer prompts, which have ids of their own. The rollouts of one share a group, in order."""
+    """Answer prompts with different ids. The rollouts of one share a group, in order."""
     rollouts = [
         Rollout(n * per_prompt + i, prompt, prompt.id)
         for n, prompt in enumerate(prompts)
@@ -68,9 +68,9 @@ def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> li
 
 
 class Answer(NamedTuple):
-    """An answer to a prompt, and its number: those of one prompt follow one another.
+    """An answer to a prompt, and its number. Answers to one prompt have consecutive numbers.
 
-    Of an episode, the text is what the policy said last, and ``tokens`` are those that it drew.
+    Of an episode, the text is the policy's last turn, and ``tokens`` counts all sampled tokens.
     """
 
     number: int
@@ -90,9 +90,9 @@ def generate(
     seed: int = 0,
     overrides: Overrides = NO_OVERRIDES,
 ) -> Iterator[Answer]:
-    """Yield answers to rows, ``options.samples_per_prompt`` to each, as soon as each has ended.
+    """Yield answers to rows, ``options.samples_per_prompt`` each, as soon as they have ended.
 
-    The overrides are model and tokenizer; of the task, what makes prompts of rows is looked at.
+    The overrides are model and tokenizer. Of the task, only settings for making prompts are used.
     With an environment an answer is an episode. Raises ConfigError if the seed is out of range, or
     the environment cannot be opened.
     """
@@ -110,7 +110,7 @@ def generate(
         rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
         longest = max(len(prompt.tokens) for prompt in prompts)
         if tools and environment:
-            longest += environment.max_observation_tokens  # what an opening may add
+            longest += environment.max_observation_tokens  # most that an opening may add
         task = task.model_copy(update={"max_prompt_tokens": longest})
         config = _typed(config) if overrides.actor is None else config
         settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
@@ -144,9 +144,9 @@ def _of_episode(episode: Episode) -> Answer:
 def completed(
     engine: Engine, rollouts: Sequence[Rollout], chunk_tokens: int = 16
 ) -> Iterator[Rollout]:
-    """Decode rollouts, with ids of their own, to their ends; yield each once it has finished.
+    """Decode rollouts with different ids to their ends. Yield each once it has finished.
 
-    Whatever else the engine holds must have ended. ``chunk_tokens`` lie between two looks.
+    The engine must hold no other live rollouts. It decodes ``chunk_tokens`` between checks.
     """
     by_id = {r.id: r for r in rollouts}
     engine.admit([r.response() for r in rollouts])

@@ -1,4 +1,4 @@
-"""Episodes in this process, outside a schedule: an engine decodes turns, an environment answers."""
+"""Episodes in this process, outside a schedule: an engine decodes, an environment answers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from stretto.types import FinishReason, Message, Observation, Prompt, Sampling, 
 
 
 class Episode(NamedTuple):
-    """An episode that has ended: its samples, and what its environment gave."""
+    """A finished episode: its samples and its observations."""
 
     samples: Sequence[Rollout]  # the first one, and its forks
-    log: Sequence[Observation]  # all answers, the opening first
+    log: Sequence[Observation]  # all observations, the opening first
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -46,7 +46,7 @@ class Episode(NamedTuple):
         return sum(o.reward or 0.0 for o in self.log)
 
     def told(self) -> str:
-        """Write it for a terminal: what the policy said, its calls, and what answered them."""
+        """Format it for a terminal: the policy's text, its calls, and their results."""
         lines: list[str] = []
         for o in self.log:
             for message in (*o.left, *o.messages):
@@ -67,15 +67,14 @@ class Episode(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """Why the environment's reward does not count; empty where it does."""
+        """Why the environment's reward does not count, or empty."""
         return str(self.log[-1].record.get("failure") or "")
 
 
 class Tools:
     """Tools or an environment, in processes that the stack ends.
 
-    Raises ConfigError if a source is not there, or is of no known shape, or if the chat template
-    cannot go from turn to turn.
+    Raises ConfigError if a source is missing or unknown, or the template cannot continue turns.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Tools:
         max_prompt_tokens: int,
         seed: tuple[int, int] | None = None,
     ) -> Iterator[Episode]:
-        """Decode rollouts turn by turn, as :func:`completed_episodes` does."""
+        """Decode rollouts turn by turn (see :func:`completed_episodes`)."""
         role = EnvironmentRole(
             self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
         )
@@ -126,7 +125,7 @@ class Tools:
 def played(
     engine: Engine, environment: Environment, prompts: Sequence[Prompt], config: Config
 ) -> list[Episode]:
-    """Return an episode for each prompt, in order; RewardError if one has no known reward."""
+    """Return an episode for each prompt, in order. RewardError if one has no valid reward."""
     rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
     sampling = turn_sampling(config.rollout, config.environment)
     found = dict[int, Episode]()
@@ -146,15 +145,15 @@ def completed_episodes(
     sampling: Sampling,
     chunk_tokens: int = 16,
 ) -> Iterator[Episode]:
-    """Decode rollouts, with ids of their own, turn by turn; yield each episode once it has ended.
+    """Decode rollouts with different ids turn by turn. Yield each episode once it has ended.
 
-    Turns that end together are answered together, and the engine rests meanwhile. Whatever else it
-    holds must have ended. The episodes left are closed if the iterator is. Raises EpisodeLostError
-    as the environment does.
+    Turns that end together are answered together, while the engine is idle. The engine must hold no
+    other live rollouts. Closing the iterator closes the remaining episodes. Raises the
+    environment's EpisodeLostError.
 
     Args:
-        sampling: of all responses; its ``max_turn_tokens`` are more than 0.
-        chunk_tokens: between two looks at what has ended.
+        sampling: of all responses. Its ``max_turn_tokens`` must be above 0.
+        chunk_tokens: tokens between checks for finished turns.
     """
     episodes = _Episodes(engine, environment, sampling)
     with asyncio.Runner() as runner:
@@ -168,7 +167,7 @@ def completed_episodes(
 
 
 class _Episodes:
-    """The episodes under way."""
+    """The episodes in progress."""
 
     def __init__(self, engine: Engine, environment: Environment, sampling: Sampling) -> None:
         self._engine, self._environment, self._sampling = engine, environment, sampling
@@ -177,14 +176,14 @@ class _Episodes:
         self.decoding: dict[int, Rollout] = {}
 
     def begin(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Take rollouts in; return them, whose openings are due."""
+        """Add rollouts, and return them, because their openings are due."""
         for rollout in rollouts:
             rollout.sampling = self._sampling
             self._samples[rollout.id], self._logs[rollout.id] = [rollout], []
         return list(rollouts)
 
     def decode(self, chunk_tokens: int) -> list[Rollout]:
-        """Decode a chunk of each; return those whose turn has ended."""
+        """Decode a chunk of each rollout. Return those whose turn has ended."""
         due = []
         for chunk in self._engine.decode(chunk_tokens).chunks:
             rollout = self.decoding[chunk.rollout_id]
@@ -194,7 +193,7 @@ class _Episodes:
         return due
 
     async def answer(self, due: Sequence[Rollout]) -> list[Episode]:
-        """Have turns answered, or episodes opened; return those that have ended."""
+        """Open episodes or have their turns answered. Return those that have ended."""
         observations = await asyncio.gather(*map(self._asked, due))
         ended, go_on = list[Episode](), list[Rollout]()
         for rollout, o in zip(due, observations, strict=True):
@@ -223,7 +222,7 @@ class _Episodes:
         return await self._environment.step(replace(rollout.response(text=True), finish=finish))
 
     def _next(self, rollout: Rollout, o: Observation) -> Rollout:
-        """Return the sample that goes on, with the context that it was given."""
+        """Return the sample to decode next, with its new context."""
         rollout.left = o.left[:1]
         samples = self._samples[episode_of(rollout.id)]
         goes_on = next((r for r in samples if r.id == o.rollout_id), None)

@@ -1,4 +1,4 @@
-"""Gold rewards: whole responses of any origin, scored by the source that evaluates or labels."""
+"""Gold rewards: complete responses of any origin, scored by the source that evaluates or labels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score
 
 Gold = CodeScorer | RewardModelScorer
-"""A source of rewards that scores whole responses."""
+"""A source of rewards that scores complete responses."""
 
 
 def open_gold(
@@ -43,12 +43,11 @@ def open_gold(
     """Open a source of rewards: 'task', 'file.py:name' or 'model:NAME'.
 
     Args:
-        columns: of the dataset that the prompts are of.
-        ends: tokens with which given responses end, see :func:`as_rollout`.
+        columns: of the prompts' dataset.
+        ends: tokens with which given responses end (see :func:`as_rollout`).
 
-    Raises ConfigError if the source has another form, or its function cannot be found or used;
-    TaskError if the task has no verifier; ModelError if the model cannot be loaded, or has no
-    scalar head.
+    Raises ConfigError if the source has another form, or its function cannot be used, TaskError if
+    the task has no verifier, and ModelError if the model cannot be loaded or has no scalar head.
     """
     parsed = reward_source(source)
     if parsed.kind == "model":
@@ -63,7 +62,7 @@ def open_gold(
 
 
 def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:
-    """Return the score of each rollout, asked for in batches. RewardError if one has none."""
+    """Return the score of each rollout, computed in batches. RewardError if one has none."""
     values = list[float]()
     with working(on_stderr, "scoring responses", len(rollouts)) as advance:
         for start in range(0, len(rollouts), batch):
@@ -95,10 +94,9 @@ def _number(score: Score, rollout: Rollout) -> float:
 
 
 def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
-    """Return a given response as if it had been sampled whole.
+    """Return a given response as if it had been sampled.
 
-    Its finish reason is not 'stop', as stopped responses are cut at the first stop string, and one
-    inside a given text belongs to it.
+    Its finish reason is not 'stop', because then it would be cut at the first stop string in it.
     """
     return Rollout(number, prompt, number, array("i", tokens), finish=FinishReason.LENGTH)
 
@@ -106,9 +104,9 @@ def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
 def end_tokens_of(
     path: Path | str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> frozenset[int]:
-    """Return the tokens that end a response of a checkpoint's model, known without its weights.
+    """Return the tokens that end a response of a checkpoint's model, without its weights.
 
-    An engine stops at them: they are :func:`~stretto.models.load.end_token_ids` of the loaded
+    An engine stops at them. They equal :func:`~stretto.models.load.end_token_ids` of the loaded
     model. Raises ModelError if the config cannot be read.
     """
     from transformers import GenerationConfig
@@ -118,7 +116,7 @@ def end_tokens_of(
         path = resolve(base)
     try:
         config = GenerationConfig.from_pretrained(str(path))
-    except OSError:  # it has none: transformers then takes the model's config for it
+    except OSError:  # without one, transformers takes the model's config
         config = load_config(path, trust_remote_code).get_text_config(decoder=True)
     named: Any = getattr(config, "eos_token_id", None)
     own: Any = tokenizer.eos_token_id
@@ -129,8 +127,8 @@ def end_tokens_of(
 def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> str:
     """Return the reference response of a prompt with this data.
 
-    The column has text, or a conversation that ends in the assistant's turn; without a column it is
-    the task's own answer. Raises TaskError if there is no such column, response or answer.
+    The column must have text, or a conversation that ends with the assistant's turn. Without a
+    column, it is the task's own answer. Raises TaskError if the column or response is missing.
     """
     columns = ", ".join(sorted(key for key in data if key != INDEX_KEY))
     if not column:
@@ -161,7 +159,7 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
 
 @dataclass(frozen=True, slots=True)
 class WinRate:
-    """A policy's responses against reference responses, by one score of each.
+    """A policy's responses against reference responses, compared by one score of each.
 
     Attributes:
         by: the source of the scores.
@@ -185,7 +183,7 @@ class WinRate:
 
 
 def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> WinRate:
-    """Compare scores pair by pair; at least one pair."""
+    """Compare scores pair by pair. There must be at least one pair."""
     points = tally([a - b for a, b in zip(scores, references, strict=True)])
     return WinRate(by=by, **points, score=fmean(scores), reference_score=fmean(references))
 
@@ -203,9 +201,9 @@ def tally(differences: Sequence[float]) -> dict[str, Any]:
 
 
 def standard_error(values: Sequence[float], *, rate: bool = False) -> float:
-    """Return the standard error of a mean, sqrt(variance / n); 0 for a single value.
+    """Return the standard error of a mean, sqrt(variance / n), or 0 for a single value.
 
-    The variance is the sample's, over n - 1. Of a rate it is over n: sqrt(p (1 - p) / n).
+    The variance is divided by n - 1, but that of a rate by n: sqrt(p (1 - p) / n).
     """
     over_n = rate or len(values) < 2
     return math.sqrt((pvariance if over_n else variance)(values) / len(values))

@@ -24,20 +24,20 @@ FEWSHOT: Mapping[str, int] = {
     "truthfulqa_mc2": 0,
     "gsm8k": 5,
 }
-"""Examples in the prompt, as in OPPO's table of final accuracies; other benchmarks define their own
-number."""
+"""Examples in the prompt, as in OPPO's table of final accuracies. Other benchmarks define theirs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One figure of one benchmark.
+    """One metric of one benchmark.
 
     Attributes:
         task: of the harness.
-        metric: with the harness's filter behind a comma, where it is not 'none'.
+        metric: with the harness's filter after a comma, unless it is 'none'.
         fewshot: examples in the prompt.
         value: as the harness reports it.
-        standard_error: of the value; ``None`` where the harness has none.
+        standard_error: of the value. ``None`` if the harness has none.
     """
 
     task: str
@@ -52,11 +52,11 @@ def benchmark(
 ) -> list[Benchmark]:
     """Run benchmarks.
 
-    The arguments are those of :func:`stretto.api.models.benchmark`; ``config`` has device and
-    dtype, ``batch`` is the number of responses decoded at a time.
+    The arguments are those of :func:`stretto.api.models.benchmark`. ``config`` has device and
+    dtype, and ``batch`` responses are decoded at a time.
 
-    Raises MissingExtraError if lm-evaluation-harness is not installed; ConfigError if a benchmark
-    is unknown, or its data cannot be had; ModelError if the model cannot be found.
+    Raises MissingExtraError without lm-evaluation-harness, ConfigError if a benchmark is unknown or
+    its data unavailable, and ModelError if the model cannot be found.
     """
     require("lm_eval", "lm-eval", "`lm_eval`")
     with working(on_stderr, "loading lm-evaluation-harness"):
@@ -114,7 +114,7 @@ def _name(file: Path) -> str:
 
 
 def _figures(results: Mapping[str, Any]) -> list[Benchmark]:
-    """Return all metrics of all benchmarks, those of groups left out."""
+    """Return all metrics of all benchmarks, except those of groups."""
     figures = []
     for task, metrics in results["results"].items():
         for key, value in metrics.items():

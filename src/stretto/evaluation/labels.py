@@ -1,8 +1,8 @@
-"""Preference labels from a gold reward: for pairs that have labels already, or new responses.
+"""Preference labels from a gold reward, for labelled pairs or new responses.
 
-Labels of one source for all pairs make a controlled experiment: the reward model is trained on what
-the gold reward prefers, and the gold reward then judges what was learned (Gao et al. 2022, section
-2; Noukhovitch et al. 2024 for TL;DR).
+With labels of one source for all pairs, the experiment is controlled: the reward model is trained
+on the gold reward's preferences, and the gold reward then judges the result (Gao et al. 2022,
+section 2, and Noukhovitch et al. 2024 for TL;DR).
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ class LabelResult:
         out: the file.
         read: rows, or prompts answered.
         kept: rows written.
-        ties: left out, as the source scores both sides the same, or they are the same text.
-        empty: left out, as a side has no text (responses sampled here only).
-        unended: left out, as fewer than two responses ended before the token limit (likewise).
-        flipped: kept rows that were labelled the other way round before; ``None`` if there were
-            no labels before.
+        ties: left out, because both sides have the same score or text.
+        empty: left out, because a side has no text (only for responses sampled here).
+        unended: left out, because fewer than two responses ended before the token limit (likewise).
+        flipped: kept rows whose label was reversed. ``None`` if there were no labels before.
     """
 
     by: str
@@ -78,7 +77,7 @@ class LabelResult:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A prompt with its responses; of a pair that has a label, the chosen one is the first."""
+    """A prompt with its responses. In a labelled pair the chosen one comes first."""
 
     index: int
     prompt: Turns
@@ -92,20 +91,20 @@ class Candidates:
 def label_pairs(
     config: RewardModelConfig, *, by: str, out: Path, timeout_s: float = 30.0
 ) -> LabelResult:
-    """Label a preference file anew; its rows keep their columns.
+    """Label a preference file again. Its rows keep their columns.
 
-    Rows have two sides, which change places where the source says so, or a prompt and a list of
-    ``responses``, of which the best becomes ``chosen`` and the worst ``rejected``. Added are
-    ``chosen_score``, ``rejected_score`` and, where there were two sides, ``flipped``.
+    Rows have two sides, which are swapped if the source says so, or a prompt and a list of
+    ``responses``, of which the best becomes ``chosen`` and the worst ``rejected``. New columns are
+    ``chosen_score``, ``rejected_score`` and, for rows with two sides, ``flipped``.
 
     Args:
-        config: ``data`` names the file and its columns and says how prompts become tokens, as in
-            the training of a reward model; ``model`` has device and dtype.
-        by: 'file.py:name' or 'model:NAME'. A function sees the bytes of a response as its tokens.
+        config: ``data`` names the file and its columns, and how prompts become tokens, as for
+            training a reward model. ``model`` has device and dtype.
+        by: 'file.py:name' or 'model:NAME'. A function gets the bytes of a response as its tokens.
         timeout_s: of a function, for 32 responses.
 
-    Raises ConfigError if the source or the output file cannot be used; TaskError if the data cannot
-    be read, is no preference data, or has nothing but ties; RewardError if the source failed.
+    Raises ConfigError if the source or the output file cannot be used, TaskError if the data cannot
+    be read, is not preference data, or has only ties, and RewardError if the source failed.
     """
     if by == "task":
         raise ConfigError(
@@ -145,15 +144,13 @@ def label_responses(
 ) -> LabelResult:
     """Let a policy answer a task's prompts, and label its responses to each.
 
-    Of the responses to a prompt, the best becomes ``chosen`` and the worst ``rejected``. Responses
-    that the token limit cut off are left out: as they would be stored, they would be read as if
-    they had ended there.
+    The best response to a prompt becomes ``chosen`` and the worst ``rejected``. Responses cut off
+    by the token limit are left out, because a reader of the file would take them for complete.
 
     The arguments are those of :func:`stretto.api.models.label_responses`.
 
-    Raises ConfigError for fewer than two responses to a prompt, or if the source or the output file
-    cannot be used; TaskError if there is nothing but ties, or no response that ended; RewardError
-    if the source failed.
+    Raises ConfigError for fewer than two responses to a prompt, or an unusable source or output
+    file, TaskError for only ties or unfinished responses, and RewardError if the source failed.
     """
     if per_prompt < 2:
         message = f"a preference takes two responses to a prompt; got `samples = {per_prompt}`"
@@ -196,7 +193,7 @@ def _of_group(
     tokenizer: PreTrainedTokenizerBase,
     stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
-    """Return a pair out of one prompt's responses that ended, or why there is none."""
+    """Return a pair of one prompt's finished responses, or the reason why there is none."""
     if len(responses) < 2:
         return "unended"
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
@@ -215,7 +212,7 @@ def best_and_worst(
     cells: Sequence[Any] = (),
     columns: tuple[str, str] = ("chosen", "rejected"),
 ) -> dict[str, Any] | None:
-    """Return the best and the worst response, as ``cells`` if given. ``None`` if they are equal."""
+    """Return the best and the worst response, or their ``cells``. ``None`` if they are equal."""
     best = max(range(len(texts)), key=lambda i: scores[i])
     worst = min(range(len(texts)), key=lambda i: scores[i])
     if scores[best] == scores[worst] or texts[best] == texts[worst]:
@@ -226,7 +223,7 @@ def best_and_worst(
 
 
 def _read(data: PairsConfig) -> list[Candidates]:
-    """Return the rows of pairs, or of prompts with several responses, as the first one says."""
+    """Return rows of pairs, or of prompts with several responses, as the first row shows."""
     rows = read(data)
     sides = {data.chosen_column, data.rejected_column}
     if RESPONSES in rows[0] and not sides <= rows[0].keys():
@@ -285,7 +282,7 @@ def _tokenised(
 
 
 def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:
-    """Return a row as it is written; ``None`` for a tie."""
+    """Return the row to write, or ``None`` for a tie."""
     columns = data.chosen_column, data.rejected_column
     cells = [row.data[column] for column in columns] if row.labelled else row.responses
     found = best_and_worst(row.responses, scores, cells, columns)
@@ -295,7 +292,7 @@ def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Ro
 
 
 def _check_out(out: Path, source: str) -> None:
-    """Check before the work that the output file can be written, and is not what is read."""
+    """Check early that the output file can be written, and is not the input."""
     if out.resolve() == Path(source).expanduser().resolve():
         message = f"`out = {out}` is the file that is read; write to another"
         raise ConfigError(message, "output-is-input")

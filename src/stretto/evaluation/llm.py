@@ -1,8 +1,7 @@
 """An LLM as judge of pairs, through any OpenAI-compatible endpoint.
 
-Judges favour a side of the page (Zheng et al. 2023, section 3.3). So each pair is shown twice, the
-second time with the sides swapped, and counts as won only if the same response is preferred both
-times.
+Judges favour one position (Zheng et al. 2023, section 3.3). So each pair is shown twice, the second
+time with the sides swapped, and counts as won only if the same response is preferred twice.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 RETRIES = 4
-"""Retries after a lost connection, a rate limit or a server's error, with growing pauses."""
+"""Retries after a lost connection, a rate limit or a server error, with growing pauses."""
 
 ANSWER_TOKENS = 512
-"""Longest answer of a judge."""
+"""Token limit of a judge's answer."""
 
 OPTIONS: Mapping[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
-"""Options of a question, under the names that all servers know."""
+"""Options of a question, with names that all servers know."""
 
 REASONING_OPTIONS: Mapping[str, Any] = {"max_completion_tokens": 8 * ANSWER_TOKENS}
-"""Options for models that refuse those: they reason at a temperature of their own, and the
+"""Options for models that refuse :data:`OPTIONS`, because their temperature is fixed and their
 reasoning counts as part of the answer."""
 
 Verdict = Literal["A", "B", "tie"]
@@ -77,13 +76,13 @@ _VERDICT = re.compile(r"verdict\W*\b(a|b|tie)\b(.*)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LlmJudge:
-    """A judge, and the way to ask it. The key is taken from OPENAI_API_KEY.
+    """A judge and its endpoint. The key is taken from OPENAI_API_KEY.
 
     Attributes:
-        model: the endpoint's name for it.
-        url: of the endpoint, up to and with '/v1'; empty takes OPENAI_BASE_URL, else OpenAI's.
+        model: its name at the endpoint.
+        url: of the endpoint, including '/v1'. Empty takes OPENAI_BASE_URL, or else OpenAI's.
         concurrency: questions at a time.
-        timeout_s: for one question, retries included.
+        timeout_s: for one question, including retries.
     """
 
     model: str
@@ -97,7 +96,7 @@ class LlmJudge:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Pairs as an LLM judged them, both ways round.
+    """Pairs as an LLM judged them in both orders.
 
     Attributes:
         judge: the LLM.
@@ -105,10 +104,10 @@ class Judgement:
         standard_error: of the rate.
         wins: pairs of which both orders prefer the policy's response.
         losses: pairs of which both orders prefer the reference.
-        ties: pairs that were called a tie, or on which the orders disagree.
-        consistent: share of the pairs judged with the same verdict in both orders.
+        ties: pairs called a tie, or with a different verdict in each order.
+        consistent: share of the judged pairs with the same verdict in both orders.
         unparsable: answers without a verdict, or cut off at their token limit.
-        left_out: pairs with such an answer; they count nowhere above.
+        left_out: pairs with such an answer. They are not counted above.
     """
 
     judge: str
@@ -123,11 +122,11 @@ class Judgement:
 
 
 def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
-    """Make a function that has pairs judged, each in both orders; nothing is sent yet.
+    """Make a function that judges pairs, each in both orders. Nothing is sent yet.
 
-    The function raises JudgeError if a question got no answer in time or was refused, or if no pair
-    has two verdicts. This one raises MissingExtraError without the library, and ConfigError if
-    OpenAI's own endpoint is to be asked without a key.
+    The function raises JudgeError if a question is refused or not answered in time, or if no pair
+    has two verdicts. This one raises MissingExtraError without the library, and ConfigError for
+    OpenAI's own endpoint without a key.
     """
     require("openai", "judge", "an LLM judge")
     from openai import AsyncOpenAI
@@ -155,7 +154,7 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) ->
     verdicts: list[Verdict | None] = []
 
     async def ask() -> None:
-        """Ask all, in the order of the questions; the first failure ends all of them."""
+        """Ask all questions in order. The first failure ends all of them."""
         gate = asyncio.Semaphore(judge.concurrency)
 
         async def one(question: str) -> str:
@@ -170,7 +169,7 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) ->
 
 
 def parse(answer: str) -> Verdict | None:
-    """Return an answer's final verdict; ``None`` without one, or if words follow ('A or B')."""
+    """Return an answer's final verdict. ``None`` without one, or if words follow ('A or B')."""
     bare = answer.strip().strip(".*`\"'").lower()
     found = [(bare, "")] if bare in ("a", "b", "tie") else _VERDICT.findall(answer)
     last, rest = found[-1] if found else ("", "")
@@ -181,7 +180,7 @@ def parse(answer: str) -> Verdict | None:
 
 
 def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
-    """Count verdicts with the policy as A, then as B; JudgeError if no pair has two."""
+    """Count verdicts with the policy as A, then as B. JudgeError if no pair has two."""
     first = {"A": 1, "tie": 0, "B": -1}
     judged = [(first[a], -first[b]) for a, b in verdicts if a and b]
     if not judged:
@@ -200,7 +199,7 @@ def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]
 
 
 async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
-    """Return one answer; empty where it was cut off."""
+    """Return one answer, or an empty text if it was cut off."""
     from openai import BadRequestError, OpenAIError
 
     messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": question}]

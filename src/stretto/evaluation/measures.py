@@ -1,6 +1,6 @@
-"""Measures of a policy over one set of its responses to prompts that training leaves out.
+"""Measures of a policy's responses to prompts that training leaves out.
 
-Rows are told apart by what they ask (:mod:`stretto.tasks.base`), never by seed or place.
+Rows are distinguished by their content (:mod:`stretto.tasks.base`), never by seed or index.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ from stretto.tasks.tables import format_of
 from stretto.types import FinishReason, Prompt, sampled_of
 
 SEED = 1000
-"""Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
-what training's rows ask: what holds a prompt out is ``task.held_out``."""
+"""Added to the seed of a procedural task, so that an evaluation draws its own rows. These may
+repeat training's questions. Only ``task.held_out`` keeps a prompt out of training."""
 
 PATIENCE = 2000
-"""Rows of a procedural task (over the share held out) without a new prompt, after which it is taken
-to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5."""
+"""Rows of a procedural task (over the share held out) without a new prompt, after which it is
+assumed to have no more. One of 200 equally frequent prompts is missed with a probability of 4e-5.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +64,13 @@ class Sampled:
     """Facts about the responses of an evaluation.
 
     Attributes:
-        rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
-        samples: responses of the policy.
-        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``, or the
-            chat template refuses them.
+        rows: their source: a file, a hub dataset and its split, or a procedural task and its seed.
+        samples: number of responses.
+        skipped: rows with prompts above ``task.max_prompt_tokens``, or refused by the template.
         mean_tokens: of a response.
         ended: share of the responses that ended before the token limit.
         distinct: different prompts among those of the responses.
-        overlap: share of the prompts that training asks too, if known.
+        overlap: share of the prompts that also occur in training, if known.
         seen: the same in words.
     """
 
@@ -86,12 +86,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult(Sampled):
-    """Greedy answers, one to a prompt, scored by the verifier.
+    """Greedy answers, one per prompt, scored by the verifier.
 
     Attributes:
-        pass_at_1: share of right answers: those with full credit.
+        pass_at_1: share of right answers, which have full credit.
         pass_at_1_standard_error: sqrt(p (1 - p) / n).
-        mean_score: partial credit included.
+        mean_score: including partial credit.
         mean_score_standard_error: of that mean.
         timeouts: answers that count as wrong because they could not be compared in time.
     """
@@ -110,9 +110,9 @@ class KlToSft:
     Attributes:
         sft: the SFT model.
         perplexity: of the SFT model on the samples, at temperature 1: exp of the mean negative
-            log-likelihood of a response token (what Noukhovitch et al. 2024 measure the KL by).
-        kl: mean over responses of log pi(y) - log pi_sft(y), in nats a response, both at the
-            sampling temperature: an unbiased estimate of the KL.
+            log-likelihood of a response token (the KL measure of Noukhovitch et al. 2024).
+        kl: mean over responses of log pi(y) - log pi_sft(y), in nats per response, both at the
+            sampling temperature. An unbiased estimate of the KL.
         standard_error: of ``kl``.
     """
 
@@ -124,12 +124,12 @@ class KlToSft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Sampled):
-    """Results of an evaluation of sampled responses; ``None`` for measures that were not asked for.
+    """Results of an evaluation of sampled responses. Measures not requested are ``None``.
 
     Attributes:
         temperature: of sampling.
-        win_rate: by the first source that was asked for.
-        win_rates: by each source, in the order asked for.
+        win_rate: by the first source.
+        win_rates: by each source, in the requested order.
         kl: distance from the model that the policy was trained from.
         judge: verdicts of an LLM.
     """
@@ -144,16 +144,16 @@ class Measured(Sampled):
 def evaluate(
     config: Config, *, model: str, samples: int, trained: Config | None = None
 ) -> EvalResult:
-    """Let a model answer prompts that training leaves out, one greedy answer each, and judge them.
+    """Let a model answer prompts that training leaves out, once and greedily, and score them.
 
-    With an environment an answer is an episode. The task's verifier judges it, or where
-    ``reward.sources`` have the environment and not the task, the environment's reward does.
+    With an environment an answer is an episode. The task's verifier scores it, or the environment's
+    reward if ``reward.sources`` have the environment and not the task.
 
-    The arguments are those of :func:`stretto.api.models.evaluate`; ``trained`` are settings that
-    the model was trained with, or is to be, without them ``config``.
+    The arguments are those of :func:`stretto.api.models.evaluate`. ``trained`` are the settings of
+    the model's training, past or future, by default ``config``.
 
-    Raises TaskError if the task has no verifier, or no prompts to ask; RewardError if the verifier
-    failed on an answer; ModelError if the model cannot be loaded.
+    Raises TaskError without a verifier or prompts, RewardError if the verifier failed on an answer,
+    and ModelError if the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
     read = measured_on(config).with_model(model).model_copy(update={"rollout": greedy})
@@ -203,14 +203,14 @@ def measure(
 ) -> Measured:
     """Sample one response to each of ``samples`` held-out prompts, and measure them.
 
-    Sampled at ``rollout.temperature``. What is quick to get wrong is looked at first.
+    Responses are sampled at ``rollout.temperature``. Likely mistakes are checked first.
 
-    The arguments are those of :func:`stretto.api.models.measure`, and ``trained`` as in
+    The arguments are those of :func:`stretto.api.models.measure`, and ``trained`` is as in
     :func:`evaluate`. All sources of a win-rate score the same responses.
 
-    Raises ConfigError if a KL of greedy responses is asked for, or the SFT model has another
-    tokenizer; TaskError without reference responses; RewardError or JudgeError if a source or the
-    judge failed; ModelError if a model cannot be loaded.
+    Raises ConfigError for a KL of greedy responses, or an SFT model with another tokenizer,
+    TaskError without reference responses, RewardError or JudgeError if a source or the judge
+    failed, and ModelError if a model cannot be loaded.
     """
     if config.environment.sources:
         raise ConfigError(
@@ -227,7 +227,7 @@ def measure(
         tokenizer, task = source.tokenizer, source.task
         ends = gold.end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
         first = {**task.first.data, tasks.INDEX_KEY: task.indices[0]}
-        if sources or judge:  # the others are looked at when it is known which they are
+        if sources or judge:  # the other rows are not known yet
             reference_text(task, first, reference_column)
         if sft:
             _check_sft(sft, r.temperature, tokenizer, trust)
@@ -298,7 +298,7 @@ def _win_rates(
 def _answers(
     config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, sums: bool
 ) -> tuple[list[Rollout], list[float]]:
-    """Return responses and, if asked, log-probs. Frees the policy: the SFT model needs room."""
+    """Return responses and, if requested, log-probs. Frees the policy for the SFT model."""
     engine, actor = open_engine(config, tokenizer)
     rollouts = answer(engine, prompts)
     del engine
@@ -316,9 +316,8 @@ def _drift(
     """Return the KL of responses to the SFT model.
 
     Args:
-        own: the policy's log-probability of each. The same forward passes give the SFT model's, so
-            that rounding does not look like drift, as it would against the log-probabilities of a
-            decoding engine.
+        own: the policy's log-probability of each, by the same forward pass as the SFT model's, so
+            that rounding does not look like drift, as with a decoding engine's log-probabilities.
         limit: tokens of a micro-batch.
     """
     model = load_actor(sft, on_stderr)
@@ -339,7 +338,7 @@ def _logprob_sums(
     temperatures: Sequence[float],
     microbatch_tokens: int,
 ) -> list[list[float]]:
-    """Return the log-probability of each response in nats, one list a temperature."""
+    """Return the log-probability of each response in nats, one list per temperature."""
     head = output_head(model)
     device = next(model.parameters()).device
     responses = [r.response() for r in rollouts]
@@ -357,7 +356,7 @@ def _logprob_sums(
 
 
 def measured_on(config: Config) -> Config:
-    """Return settings under which a task gives the rows that an evaluation reads."""
+    """Return settings with which a task gives the rows of an evaluation."""
     task = config.task
     if task.is_procedural:
         return config.changed_in("task", size=0).model_copy(update={"seed": config.seed + SEED})
@@ -372,11 +371,11 @@ def measured_on(config: Config) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Prompts that a run is evaluated on while it trains.
+    """Prompts that a run is evaluated on during training.
 
     Attributes:
-        facts: about them, as :func:`questions` returns them.
-        verifier: of their rows, where they are not those of the run's task, and it scores.
+        facts: about them, from :func:`questions`.
+        verifier: of their rows, if they are not the run's own, and 'task' is a reward source.
     """
 
     prompts: Sequence[Prompt]
@@ -387,7 +386,7 @@ class HeldOut:
 def open_held_out(
     config: Config, overrides: Overrides, training: PromptSource, stack: ExitStack
 ) -> HeldOut:
-    """Open what a run's ``observe.eval_every`` asks; ``training`` are the run's own prompts.
+    """Open the prompts of ``observe.eval_every``. ``training`` are the run's own prompts.
 
     Raises TaskError as :func:`questions`.
     """
@@ -405,7 +404,7 @@ def open_held_out(
 
 
 def describe_rows(task: TaskConfig, seed: int) -> str:
-    """Describe, for people, the rows that a task gives."""
+    """Describe a task's rows for people."""
     if task.is_procedural:
         where = f"{task.name}, seed {seed}"
     elif format_of(task.name):
@@ -419,16 +418,15 @@ def describe_rows(task: TaskConfig, seed: int) -> str:
 def questions(
     source: PromptSource, count: int, trained: Config, training: PromptSource | None = None
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the first prompts of an evaluation, at most ``count``, in its seeded order.
+    """Return the first ``count`` prompts of an evaluation in its seeded order, and facts on them.
 
-    A procedural task gives each prompt once, other tasks as often as it is there. Beside them are
-    the facts about them that an evaluation's result has. Raises TaskError if no row is held out, or
-    all prompts are longer than ``task.max_prompt_tokens``.
+    A procedural task gives each prompt once, other tasks as often as it occurs. Raises TaskError if
+    no row is held out, or if all prompts are longer than ``task.max_prompt_tokens``.
 
     Args:
         source: prompts of settings from :func:`measured_on`.
-        trained: settings of what the policy is, or is to be, trained on.
-        training: its prompts, where they are open.
+        trained: settings of the policy's training, past or future.
+        training: the training prompts, if they are open.
     """
     task, rows = source.config, len(source.task)
     limit, share, procedural = task.max_prompt_tokens, task.held_out_share, task.is_procedural
@@ -467,7 +465,7 @@ def questions(
     said = describe_rows(task, source.seed)
     facts = {"rows": said, "skipped": len(too_long) + len(refused), "distinct": len(set(contents))}
     r, responses = trained.rollout, trained.steps * trained.rollout.batch + trained.most_in_flight
-    try:  # to name what training asks, too long prompts included
+    try:  # find training's prompts, including long ones
         if not trained.task.name:
             raise TaskError("the settings name no rows to train on")
         training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
