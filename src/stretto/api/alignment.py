@@ -82,7 +82,7 @@ def stages_of(
     reward: Mapping[str, Any] | None = None,
     train: Mapping[str, Any] | None = None,
 ) -> Stages:
-    """Return the changed settings of all stages; see :func:`~stretto.api.alignment.align`."""
+    """Return the changed settings of all stages. See :func:`~stretto.api.alignment.align`."""
     found = settings if isinstance(settings, Stages) else _read(settings)
     return Stages(
         changed(found.sft, sft or {}),
@@ -345,9 +345,7 @@ def replaced(stages: Stages) -> list[str]:
 
 
 def check_opens(stages: Stages, reference_column: str = "") -> None:
-    """Open the later stages' inputs (rows, reference responses as in :func:`stretto.measure`, and
-    the gold reward), and check that all stages tokenize prompts alike.
-    """
+    """Open the later stages' inputs, and check that all stages tokenize prompts alike."""
     from stretto import tasks
     from stretto.assembly.roles import RoleFactory
     from stretto.evaluation.gold import open_gold, reference_text

@@ -60,7 +60,7 @@ def evaluate(
     metrics.
 
     Args:
-        settings: As in :func:`train`; they name the task.
+        settings: As in :func:`train`. They name the task.
         model: Model to evaluate: a known name, a local folder, a hub name, or a run's folder.
             Default: the run's trained model, or the recipe's model before training.
         samples: Limit of prompts.
@@ -161,7 +161,7 @@ def label_responses(
 
     Args:
         settings, dataset, changes: As in :func:`evaluate`.
-        by, out: As in :func:`label`; ``by`` may be 'task' too.
+        by, out: As in :func:`label`. ``by`` may be 'task' too.
         model: Model that answers the recipe's prompts: a known name, a local folder, a hub name, or
             a run's folder.
         prompts: Limit of prompts to answer.
@@ -190,7 +190,7 @@ def benchmark(
         settings, model, changes: as in :func:`evaluate`. Only settings of the model and
             ``rollout.batch`` have an effect.
         tasks: names that the harness knows, or .yaml files that define one.
-        limit: Examples of each benchmark; 0 takes all.
+        limit: Examples of each benchmark. 0 takes all.
     """
     require("lm_eval", "lm-eval", "stretto.benchmark")
     config, chosen = _measured(settings, model, None, changes, rows=False)
@@ -227,13 +227,13 @@ def generate(
         model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder;
             or a model as an object, which is put into evaluation mode and needs its ``tokenizer``.
         prompts: Texts, or conversations as lists of messages.
-        max_new_tokens: Token limit of an answer; with tools, of all turns and results.
-        temperature: Softmax temperature; 0 is greedy.
-        top_k: Sample among the k likeliest tokens; 0 is off.
-        top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
+        max_new_tokens: Token limit of an answer. With tools, of all turns and results.
+        temperature: Softmax temperature. 0 is greedy.
+        top_k: Sample among the k likeliest tokens. 0 is off.
+        top_p: Sample among the likeliest tokens that hold this much probability. 1 is off.
         stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
         seed: Seed of the random numbers.
-        system: A system message, put before every prompt; needs a chat template.
+        system: A system message, put before every prompt. Needs a chat template.
         chat: Apply the tokenizer's chat template. auto: if the tokenizer has one.
         template_arguments: An argument of the chat template, for example enable_thinking=false; may
             be repeated.
@@ -296,9 +296,8 @@ def answers(
     overrides: Overrides | None = None,
     **sampling: Any,
 ) -> Iterator[Answer]:
-    """Yield answers in the order of their prompts, as soon as they and all before are complete.
-
-    The arguments are those of :func:`generate`; ``environment`` has settings of its section.
+    """Yield answers in order, as soon as they and all before are complete. The arguments are those
+    of :func:`generate`; ``environment`` has settings of its section.
     """
     config = ModelConfig(name=model, dtype=dtype, device=device)
     texts = {"chat": chat, "system": system, "template_arguments": template_arguments or {}}

@@ -80,12 +80,12 @@ class PlanOptions:
     """Options of a plan, in addition to a run's settings.
 
     Attributes:
-        gpus: Number of GPUs; a plan uses all of them.
+        gpus: Number of GPUs. A plan uses all of them.
         hardware: A file with the GPUs' performance, instead of --gpu.
         model_shape: A known model, folder or config.json whose shape the actor has. Default:
             model.name.
-        reward_shape: The same for the reward model; 'actor' for the actor's.
-        prompt_tokens: Mean tokens of a prompt; 0 assumes some.
+        reward_shape: The same for the reward model. 'actor' for the actor's.
+        prompt_tokens: Mean tokens of a prompt. 0 assumes some.
         response_tokens: Median and 95th percentile of response tokens, per turn in episodes.
             Default: shares of the limit.
         turns: Fewest and most turns of a response, in episodes.
@@ -93,7 +93,7 @@ class PlanOptions:
         answer_tokens: Tokens of such an answer.
         like: A run whose lengths of prompts and responses are used.
         on_paper: Include plans that 'stretto train' cannot run, for example with pipelines.
-        workers: Processes that simulate; 0: one per core.
+        workers: Processes that simulate. 0: one per core.
         minutes: Longest search; 0: 0.75 up to 64 GPUs, 8 beyond.
     """
 
@@ -262,9 +262,8 @@ def check_trainable(config: Config, options: PlanOptions) -> None:
 
 
 def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str, Any]) -> None:
-    """Write a candidate's settings for ``stretto train RECIPE --overrides FILE``, with the changes
-    of the recipe in ``also``. Raises ConfigError if ``stretto train`` cannot run the candidate, or
-    the file cannot be written.
+    """Write a candidate's settings for ``stretto train RECIPE --overrides FILE``, and ``also`` the
+    recipe's changes. ConfigError if ``stretto train`` cannot run it, or the file is not writable.
     """
     data = changes.merged(also, settings_of(plan.config, candidate, plan.spec))
     changes.changed(plan.config, data, "the plan")  # validates it for train

@@ -79,7 +79,7 @@ class Policy:
             return None
         try:
             step, tensors = _read(self.run)
-        except (StateError, OSError):  # removed meanwhile, or damaged; another will follow
+        except (StateError, OSError):  # removed meanwhile, or damaged. Another will follow
             return None
         if step <= self.step:
             return None
@@ -100,9 +100,7 @@ class Policy:
 
 
 class Conversation:
-    """A conversation with a policy, through its chat template. Without a template, user and model
-    continue one text in turns.
-    """
+    """A conversation through a policy's chat template, or else one text continued in turns."""
 
     def __init__(
         self,

@@ -116,9 +116,7 @@ def of_rows(task: TaskConfig, name: str) -> dict[str, Any]:
 
 
 def model_of(model: str | Path, settings: Settings, own: str) -> str:
-    """Return ``model`` if given, else the run's folder if ``settings`` is one (its trained model),
-    else the settings' ``own`` model.
-    """
+    """Return ``model``, or else the run's folder if ``settings`` is one, or else ``own``."""
     if model:
         return str(model)
     if isinstance(settings, Config) or str(settings) in recipes.names():

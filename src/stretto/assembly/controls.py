@@ -63,10 +63,8 @@ def migrating_of(
 
 
 def bounds_what_waits(config: Config) -> bool:
-    """Return whether the engines' room for waiting episodes may be too small.
-
-    Stretto's engine caches as many tokens of waiting episodes as its slots hold, in addition to the
-    slots. vLLM manages its own cache.
+    """Return whether the engines' room for waiting episodes may be too small. Stretto's engine
+    caches as many of their tokens as its slots hold, next to the slots. vLLM manages its own cache.
     """
     r = config.rollout
     few = 0 < r.slots < -(-config.most_in_flight // r.engines)
@@ -220,9 +218,8 @@ class CoreShares(NamedTuple):
 
 
 def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShares:
-    """Divide the cores, unless ``schedule.threads`` does.
-
-    Concurrent roles get separate cores, because threads of two roles on one core block each other.
+    """Divide the cores, unless ``schedule.threads`` does. Concurrent roles get separate cores,
+    because threads of two roles on one core block each other.
     """
     if schedule.threads:
         return CoreShares(*schedule.threads)

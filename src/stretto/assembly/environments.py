@@ -90,9 +90,8 @@ def open_environment(
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the chat template's end-of-turn tokens, or none without an environment.
-
-    Base models have another end token and would otherwise continue past the end of their turn.
+    """Return the chat template's end-of-turn tokens, or none without an environment. Base models
+    have another end token and would otherwise continue past the end of their turn.
     """
     if not config.environment.sources or not tokenizer.chat_template:
         return frozenset()
@@ -159,9 +158,8 @@ class Looking(NamedTuple):
     reward: RewardConfig = RewardConfig()
 
     def brought(self, here: bool) -> dict[str, Any]:
-        """Return the functions by name, or the locations of their code for use in processes.
-
-        Raises ConfigError if functions and environments are not both objects or both names.
+        """Return the functions by name, or the locations of their code for use in processes. Raises
+        ConfigError if functions and environments are not both objects or both names.
         """
         for name in self.names:
             if here != (name in self.objects):

@@ -105,10 +105,7 @@ def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
 def make_actor(
     config: ModelConfig, overrides: Overrides, say: Say, *, merged: bool = True
 ) -> nn.Module:
-    """Return the caller's actor, or load the one in the settings.
-
-    Its PEFT adapter is merged, or left to :func:`with_adapters` if ``merged`` is false.
-    """
+    """Return the caller's actor, or load the settings' one, with its adapter if ``merged``."""
     if overrides.actor is None:
         return load_actor(config, say, in_files=overrides.in_files, merged=merged)
     if config.load_in_4bit and not getattr(overrides.actor, "is_loaded_in_4bit", False):

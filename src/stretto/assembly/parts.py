@@ -1,5 +1,4 @@
 """Builds the parts of a run that a runtime places: prompts, models and the actor's warm-up.
-
 Settings and data are checked before models, because models are slow to load.
 """
 

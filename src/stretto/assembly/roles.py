@@ -129,7 +129,7 @@ class RoleFactory:
                 until the first :meth:`~stretto.rollout.base.Engine.load`. Otherwise it gets the
                     actor's.
             overridden: whether the actor is the caller's object instead of the one in the settings.
-            threads: CPU threads, for engines that manage their own; 0 is the engine's default.
+            threads: CPU threads, for engines that manage their own. 0 is the engine's default.
         """
         config, r = self.config, self.config.rollout
         kind = engine_of(r)
@@ -239,7 +239,7 @@ class RoleFactory:
     def open_functions(
         self, prompts: PromptSource, stack: ExitStack, overrides: Overrides
     ) -> list[CodeScorer]:
-        """Open all reward sources of a run that are code; see :meth:`open_function`."""
+        """Open all reward sources of a run that are code. See :meth:`open_function`."""
         columns, tokenizer = prompts.task.first.data.keys(), prompts.tokenizer
         how: Any = {"environment": bool(self.config.environment.sources)}
         return [
@@ -259,10 +259,8 @@ class RoleFactory:
         slots: int = 0,
         ends: frozenset[int] = frozenset(),
     ) -> RewardModelScorer:
-        """Build the scorer of a reward model. Raises ModelError if it has no scalar head.
-
-        It streams up to ``slots`` rollouts during decoding. ``ends`` end responses that are passed
-        in.
+        """Build a reward model's scorer, which streams ``slots`` rollouts. Passed-in responses end
+        with ``ends``. Raises ModelError without a scalar head.
         """
         stop = self.config.rollout.stop
         return RewardModelScorer(

@@ -1,7 +1,4 @@
-"""Contracts of engines and scorers that a device could break, checked with a small random model.
-
-tests/contracts has the full set.
-"""
+"""Contracts of engines and scorers that a device could break, a part of tests/contracts."""
 
 from __future__ import annotations
 

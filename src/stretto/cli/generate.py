@@ -184,7 +184,7 @@ def command_chat(
             Of
             a run, it takes the policy of the newest checkpoint during training, and the trained
             model afterwards.
-        system: A system message; needs a chat template.
+        system: A system message. Needs a chat template.
         max_new_tokens: Token limit of an answer.
         max_model_len: Token limit of the conversation. 0: 4096, or fewer if the model has fewer
             positions.

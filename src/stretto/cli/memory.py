@@ -34,8 +34,8 @@ def command(
 
     Args:
         model: A number of parameters (7B, 135M), or a model's name or folder.
-        lora_rank: Rank of LoRA adapters for actor and critic; 0 trains all weights.
-        lora_targets: Modules that get adapters; 'all-linear' takes all but the head.
+        lora_rank: Rank of LoRA adapters for actor and critic. 0 trains all weights.
+        lora_targets: Modules that get adapters. 'all-linear' takes all but the head.
         gpus: Number of GPUs. Above 0, estimates the memory of each by phase.
         fsdp: Shards of the learner. If these do not fill the GPUs, roles get separate ones: a copy
             of the scorers, and generators on the rest. 0 takes all GPUs for every role.

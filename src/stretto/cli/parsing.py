@@ -1,7 +1,4 @@
-"""Commands are functions: tyro reads options and help from their signatures and docstrings.
-
-Its errors are reworded like Stretto's.
-"""
+"""Runs functions as commands: tyro reads options and help from signatures and docstrings."""
 
 from __future__ import annotations
 

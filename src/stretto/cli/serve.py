@@ -64,9 +64,9 @@ def command_serve(
     Args:
         follow: Load newer checkpoints of the run as they appear. Answers in progress end first.
         host: Address to listen on. Any but the default can be reached by other machines.
-        port: Port to listen on; 0 takes a free one.
+        port: Port to listen on. 0 takes a free one.
         api_key: Key that requests must have, better given as STRETTO_API_KEY in the environment.
-        engine: Engine that generates; vllm needs the extra 'vllm'.
+        engine: Engine that generates. Vllm needs the extra 'vllm'.
         slots: Answers decoded at a time.
         queue: Limit of requests that wait for a slot. Further ones are refused with status 429.
         max_model_len: Tokens of prompt and answer. 0: 4096, or fewer if the model has fewer

@@ -33,9 +33,7 @@ COMMON = (
     *("rollout.samples_per_prompt", "rollout.max_new_tokens", "schedule.preset", "algorithm.name"),
     "training.lr",
 )
-"""Frequent settings, which ``--help`` documents. ``--help-all`` and ``--help SECTION`` document the
-rest.
-"""
+"""Frequent settings, which ``--help`` documents. ``--help-all`` documents the rest."""
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
@@ -65,7 +63,7 @@ def parse_with_config(
             command. The first one is the recipe (or a file). ``overrides`` is a file with changes,
             which apply before those of the command line.
         command: name, for usage and messages.
-        only: dotted settings or sections to offer; empty offers all.
+        only: dotted settings or sections to offer. Empty offers all.
         config: replaces the settings of the leading recipe. Rules between its settings may be
             unchecked. Without a recipe the parser responds, with help or the missing option.
     """

@@ -129,9 +129,8 @@ def _moved(task: Any, run: Path) -> None:
 
 
 def read(file: str | Path) -> dict[str, Any]:
-    """Read a TOML file of settings. Raises ConfigError if it is unreadable or not valid TOML.
-
-    Paths in it are relative to the working directory or, if missing there, to the file's folder.
+    """Read a TOML file of settings. Raises ConfigError if it is unreadable or invalid. Its paths
+    are relative to the working directory or, if missing there, to the file's folder.
     """
     try:
         data = tomllib.loads(Path(file).read_text(encoding="utf-8"))
@@ -197,10 +196,7 @@ def code_of(fault: ErrorDetails) -> str:
 
 
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
-    """Return a sentence that names the settings probably meant by an unknown name.
-
-    ``table``: the name stands for a whole section.
-    """
+    """Name the settings probably meant by an unknown name, which is a section's if ``table``."""
     every, leaf = setting_names(kind), key.rpartition(".")[2].replace("-", "_")
     if now := RENAMED.get(key):
         return f"It is called `{now}` now."

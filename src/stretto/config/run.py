@@ -114,9 +114,8 @@ class Config(Section):
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     def require_positions(self, what: str, limit: int | None) -> None:
-        """Raise ConfigError if a model has too few positions for the longest prompt and response.
-
-        ``what`` names the model. It can read ``limit`` tokens (``None``: any number).
+        """Raise ConfigError if a model (``what``) cannot read the longest prompt and response. It
+        has ``limit`` positions (``None``: any number).
         """
         if limit is not None and self.longest > limit:
             raise ConfigError(

@@ -194,13 +194,13 @@ class Settings:
         failures_allowed: share of a step's responses that may be dropped because a reward function
             failed on them. With more the run stops.
         group_at_least: scored responses that a prompt needs. With fewer, all are dropped.
-        reward_weights: factor of each reward source; ``None`` for 1 each.
+        reward_weights: factor of each reward source. ``None`` for 1 each.
         restarts: replacements for each generator's or scorer's process. With 0, losing one ends
             the run.
         episodes: sampling of the turns of episodes, if there is an environment.
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
-        most_overcommit: responses beyond the batch for which engines have room; ``None``: any.
+        most_overcommit: responses beyond the batch for which engines have room. ``None``: any.
     """
 
     batch: int

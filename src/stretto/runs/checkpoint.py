@@ -258,9 +258,8 @@ class Checkpointer:
         self._step = 0  # step of the current or last write
 
     async def after(self, step: int, *, last: bool = False, asked: bool = False) -> None:
-        """Take a checkpoint after a step if one is due or ``asked``. ``last``: no step follows.
-
-        Raises a StrettoError if the process with the state is gone.
+        """Take a checkpoint if one is due or ``asked``. ``last``: no step follows. Raises a
+        StrettoError if the process with the state is gone.
         """
         if last:
             self._steps = step

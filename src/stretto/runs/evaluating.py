@@ -35,9 +35,7 @@ BEST = "checkpoint/best"
 
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of scored answers. Raises RewardError if no answer has a reward, or if one
-    lacks it and ``reward.failures_allowed`` does not permit that.
-    """
+    """Return the metrics of scored answers. RewardError without rewards or for many failures."""
     factors = config.reward.factors
     allowed = config.reward.failures_allowed
     out = reasons_to_reject(answers, failures_allowed=allowed, group_at_least=1, weights=factors)
@@ -61,9 +59,8 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
 
 
 def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
-    """Return the policy's scored greedy answers to all prompts of ``overrides.task``, for an
-    evaluation outside a run. They are in row order if ``task.shuffle`` is off. Roles are threads of
-    this process, and generation uses Stretto's own engine.
+    """Return scored greedy answers to all prompts of ``overrides.task``, for an evaluation outside
+    a run, in row order without ``task.shuffle``. Uses threads and Stretto's own engine.
     """
     plain = {
         "steps": 0,

@@ -158,9 +158,8 @@ def train_reward_model(
 
 
 class _SupervisedLoop(Generic[T]):
-    """Loads model and data of a supervised run, and runs its updates.
-
-    ``rows`` are trained on and ``held`` are held out. Both are tokenized.
+    """Loads model and data of a supervised run, and runs its updates on ``rows``. ``held`` are held
+    out. Both are tokenized.
     """
 
     def __init__(
@@ -229,9 +228,7 @@ class _SupervisedLoop(Generic[T]):
         measure: Callable[[], Stats],
         run_dir: RunDirectory,
     ) -> Stats:
-        """Measure, train, record and save. Returns the last update's metrics. ``measure`` returns
-        metrics of the held-out rows and is called only if there are any.
-        """
+        """Train, record and save. Return the last metrics. ``measure`` reads held-out rows."""
         config, progress, total = self._config, self._progress, self._total
         last: Stats = {}
         load.set_checkpointing(model, config.model)

@@ -40,9 +40,7 @@ from stretto.types import Stats
 from stretto.workers.drive import drive
 
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
-"""Called after each step with its number and metrics. ``"stop"`` ends the run in order, and
-``"save"`` requests a checkpoint.
-"""
+"""Called after each step with its number and metrics. May request to stop or to save."""
 
 UPDATE_S = 300.0
 """How long shutdown waits for the update in progress, in seconds."""
@@ -101,7 +99,7 @@ def train(
             evaluator,
             on_step or (lambda step, stats: None),
         )
-        del state  # as large as the models; the loop frees it after loading
+        del state  # as large as the models. The loop frees it after loading
         with saved_at_the_end(
             run_dir.model,
             loop.save,
@@ -335,9 +333,7 @@ class _TrainingLoop:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Fingerprints of a run's rows and models. Methods raise StateError with the differences if a
-    resumed run has others.
-    """
+    """Fingerprints of a run's rows and models. StateError if those of a resumed run differ."""
 
     before: Identities = field(default_factory=dict)  # when the run began, empty for a new run
     found: dict[str, Mapping[str, str]] = field(default_factory=dict)  # recorded so far

@@ -145,9 +145,7 @@ def check(args: TrlConfig) -> None:
 
 
 def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
-    """Return the sizes of a run and write them into ``args``, because scripts read them there.
-    ``rows`` is the number of prompts, 0 for a dataset of unknown length.
-    """
+    """Return a run's sizes, also written to ``args`` for scripts. ``rows`` is 0 if unknown."""
     if isinstance(args, PPOConfig):
         return _derive_ppo_sizes(args, rows)
     unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -172,7 +170,7 @@ def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
 
 
 def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
-    """Write ``steps_per_generation`` and ``generation_batch_size``. Return the updates per batch.
+    """Write the generation sizes to ``args``. Return the number of updates per batch.
 
     TRL may generate the batch of one update in several parts. They are one batch here, because all
     parts are sampled with the same weights.
@@ -410,18 +408,14 @@ def _runtime(args: TrlConfig) -> str:
 
 
 def max_turns(args: Any) -> int:
-    """Return the maximum of turns per episode. TRL counts turns with executed calls and sets no
-    limit by default.
-    """
+    """Return the limit of turns. TRL counts turns with executed calls, without limit by default."""
     calls = getattr(args, "max_tool_calling_iterations", None)
     return int(args.max_completion_length if calls is None else calls + 1)
 
 
 def environments(args: Any, sizes: Sizes) -> int:
-    """Return how many environments of one kind may be alive, 0 for no limit.
-
-    As in TRL, the limit is the number of responses generated at a time. There is none if that is
-    the full step, or if episodes may outlive their step.
+    """Return how many environments of one kind may be alive, 0 for no limit: as in TRL the
+    responses generated at a time, unless that is the full step or episodes may outlive their step.
     """
     schedule = {"deadline_s": 0, "preset": "sync", **_schedule(args)}
     most = int(getattr(args, "generation_batch_size", 0) or 0)
@@ -463,10 +457,8 @@ def device(args: TrlConfig) -> Literal["auto", "cpu"]:
 
 
 def _vllm(args: TrlConfig) -> dict[str, Any]:
-    """Return the settings for generation with vLLM, or none without ``use_vllm``.
-
-    vLLM always starts with the run, in its own process, whatever ``vllm_mode`` says. With
-    ``"colocate"`` it gets the share ``vllm_gpu_memory_utilization`` of the GPU.
+    """Return the settings for generation with vLLM, or none without ``use_vllm``. vLLM always has
+    its own process. ``"colocate"`` gives it the share ``vllm_gpu_memory_utilization`` of the GPU.
     """
     if not args.use_vllm:
         return {}

@@ -303,10 +303,9 @@ class BaseTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Generate one greedy answer per prompt, and return and log the metrics of the rewards.
+        """Return and log the reward metrics of one greedy answer per prompt. Computes no loss.
 
-        ``eval_dataset`` defaults to the trainer's. With a mapping of datasets, the metrics of each
-        include its name. Computes no loss.
+        ``eval_dataset`` defaults to the trainer's. With a mapping, metrics include its keys.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, Mapping):

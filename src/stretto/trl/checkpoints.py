@@ -54,7 +54,6 @@ def export(
 
 def lift_adapter(folder: Path) -> bool:
     """Replace a merged model by its adapter, and move the model to the subfolder ``merged``.
-
     Returns False without a change if there is no adapter, or its base model has no name.
     """
     adapter, merged = folder / "adapter", folder / "merged"
@@ -85,8 +84,8 @@ def run_of(folder: Path) -> Path:
 
 
 def put_back(folder: Path) -> None:
-    """Make the checkpoint in a ``checkpoint-N`` folder the newest of its run: removes later ones,
-    because the run repeats those steps. Any other folder is left unchanged.
+    """Make a ``checkpoint-N`` folder's checkpoint the newest of its run, and remove later ones,
+    because the run repeats those steps. Other folders are left unchanged.
     """
     if named := _read(folder / RUN):
         target = folder / named["run"] / "checkpoints" / named["checkpoint"]

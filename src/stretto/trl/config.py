@@ -91,7 +91,7 @@ class TrlConfig(TrainingArguments):
 
 @dataclass(repr=False)
 class PPOConfig(TrlConfig):
-    """Arguments of TRL's ``PPOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``PPOConfig``. See :class:`TrlConfig`."""
 
     algorithm = "ppo"
 
@@ -201,7 +201,7 @@ class _GroupConfig(_PromptsConfig):
 
 @dataclass(repr=False)
 class GRPOConfig(_GroupConfig):
-    """Arguments of TRL's ``GRPOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``GRPOConfig``. See :class:`TrlConfig`."""
 
     algorithm = "grpo"
 
@@ -237,7 +237,7 @@ class GRPOConfig(_GroupConfig):
 
 @dataclass(repr=False)
 class RLOOConfig(_GroupConfig):
-    """Arguments of TRL's ``RLOOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``RLOOConfig``. See :class:`TrlConfig`."""
 
     algorithm = "proximal-rloo"
 
@@ -249,7 +249,7 @@ class RLOOConfig(_GroupConfig):
 
 @dataclass(repr=False)
 class OnlineDPOConfig(_PromptsConfig):
-    """Arguments of TRL's ``OnlineDPOConfig``; see :class:`TrlConfig`."""
+    """Arguments of TRL's ``OnlineDPOConfig``. See :class:`TrlConfig`."""
 
     algorithm = "online-dpo"
 

@@ -98,9 +98,8 @@ def refuse(collator: Any, optimizers: tuple[Any, Any], **others: Any) -> None:
 
 
 def bring_to_dtype(models: Mapping[str, Any], args: Any) -> Literal["float32", "bfloat16"]:
-    """Return the policy's dtype. ``bf16`` converts all models to bfloat16.
-
-    As in TRL, ``bf16=None`` means True on a GPU that supports bfloat16.
+    """Return the policy's dtype. ``bf16`` converts all models to bfloat16. As in TRL, ``bf16=None``
+    means True on a GPU that supports bfloat16.
     """
     place = pick_device(device(args))
     bf16 = args.bf16
@@ -132,9 +131,8 @@ def check_shared(models: Mapping[str, Any]) -> None:
 
 
 def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of token ids that all models have embeddings for.
-
-    Raises StrettoError if models share weights, lack a scalar head or lack tokens.
+    """Return the number of token ids that all models have embeddings for. Raises StrettoError if
+    models share weights, lack a scalar head or lack tokens.
     """
     check_shared(models)
     for name in ("reward_model", "value_model"):
@@ -215,9 +213,7 @@ def is_quantized(model: Any) -> bool:
 
 
 def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
-    """Return the layers that peft would adapt, for ``model.lora_targets``: the last parts of their
-    names if no other module has such a name, otherwise their full names.
-    """
+    """Return peft's target layers by the ends of their names, or in full if ambiguous."""
     targets = peft_config.target_modules
     if targets is None:
         kind = policy.config.model_type
@@ -250,11 +246,7 @@ def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Reward sources of a run by name, and the objects of some of them.
-
-    Attributes:
-        models: (model, tokenizer) pairs.
-    """
+    """Reward sources of a run, with functions and (model, tokenizer) pairs by name."""
 
     sources: Sequence[str] = ()
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -262,8 +254,8 @@ class Rewards:
 
 
 def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
-    """Name a trainer's reward functions and models (one or a list). A function keeps its name, a
-    model gets the last part of its own. A string names a model to load.
+    """Name reward functions and models (one or a list) by their name or its last part. A string
+    names a model to load.
     """
     listed = list(given) if isinstance(given, list | tuple) else [given]
     if not listed or None in listed:
@@ -294,7 +286,7 @@ def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
 
 
 def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:
-    """Return a reward function with TRL's penalty for responses without the end token.
+    """Return TRL's penalty for responses without the end token, as a reward function.
 
     The setting ``reward.missing_eos`` cannot do it: without a stop token, no response ends.
     """

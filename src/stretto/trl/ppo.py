@@ -37,7 +37,7 @@ _OLD_NAMES = {
 class PPOTrainer(BaseTrainer):
     """Trains a policy against a reward model with PPO.
 
-    The arguments are TRL's, in its order; see :class:`BaseTrainer`. Raises a StrettoError if an
+    The arguments are TRL's, in its order. See :class:`BaseTrainer`. Raises a StrettoError if an
     argument is refused or arguments conflict, a model has no scalar head or lacks the tokenizer's
     tokens, or the dataset has no tokenized prompts.
 
@@ -50,7 +50,7 @@ class PPOTrainer(BaseTrainer):
             policy's backbone with a zero head.
         data_collator: ``None`` or a collator that only pads. It is not used.
         eval_dataset: prompts for :meth:`generate_completions`.
-        optimizers: must be unset; see :class:`PPOConfig`.
+        optimizers: must be unset. See :class:`PPOConfig`.
         callbacks: ``TrainerCallback`` objects or classes of transformers, called at the start,
             after
             each step with its metrics, and at the end.

@@ -113,9 +113,7 @@ class _PromptsTrainer(BaseTrainer):
     def _rows_and_sizes(
         self, args: Any, rows: Any, environment_factory: Any
     ) -> tuple[Any, arguments.Sizes]:
-        """Return the training rows and the run's sizes. Without rows, one batch of empty prompts
-        stands for those that the environment returns when it is reset.
-        """
+        """Return rows and sizes. Without rows, empty prompts of a batch for the environment."""
         if rows is not None and hasattr(rows, "__len__"):
             return rows, arguments.derive_sizes(args, len(rows))
         if rows is None and (
@@ -152,7 +150,7 @@ class _PromptsTrainer(BaseTrainer):
 
 class GRPOTrainer(_PromptsTrainer):
     """Trains a policy against reward functions and models with GRPO and related losses. The
-    arguments are TRL's, in its order; see :class:`BaseTrainer`.
+    arguments are TRL's, in its order. See :class:`BaseTrainer`.
 
     Args:
         model: the policy, or a name to load with ``args.model_init_kwargs``.
@@ -173,16 +171,14 @@ class GRPOTrainer(_PromptsTrainer):
 
 
 class RLOOTrainer(GRPOTrainer):
-    """Trains a policy against reward functions and models with RLOO, with ratios clipped per
-    response. The arguments are those of :class:`GRPOTrainer`.
-    """
+    """Like :class:`GRPOTrainer`, with RLOO and ratios clipped per response. Same arguments."""
 
     config_class = RLOOConfig
 
 
 class OnlineDPOTrainer(_PromptsTrainer):
     """Trains a policy on pairs of its responses, ranked by reward functions and models. The
-    arguments are TRL's, in its order; see :class:`GRPOTrainer`.
+    arguments are TRL's, in its order. See :class:`GRPOTrainer`.
 
     Args:
         ref_model: reference of the loss. ``None`` is the policy before training.
