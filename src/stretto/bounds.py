@@ -1,7 +1,5 @@
-"""Bounds of numbers in functions and commands, from the annotations of their parameters.
-
-The types of :mod:`stretto.config.sections`, for example ``PositiveInt``, annotate settings and
-parameters alike.
+"""Checks numbers in functions and commands by their annotations, for example ``PositiveInt`` of
+:mod:`stretto.config.sections`.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ _CHECKED = {int, float, dict, Literal}
 
 @cache
 def kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the types of a function's parameters, or of a dataclass's fields, by name.
-
-    Types from modules that are only imported for type checkers are left out.
+    """Return the types of a function's parameters, or of a dataclass's fields, by name. Types from
+    modules that are only imported for type checkers are left out.
     """
     types: dict[str, Any] = {}
     for owner in reversed(getattr(function, "__mro__", [inspect.unwrap(function)])):
@@ -34,9 +31,8 @@ def kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def checked(types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with their numbers and tables converted to their types.
-
-    Raises ConfigError, with pydantic's code, for a number out of bounds or an invalid choice.
+    """Return values with their numbers and tables converted to their types. Raises ConfigError,
+    with pydantic's code, for a number out of bounds or an invalid choice.
     """
     limited = {n: t for n, t in types.items() if n in values and parts(t) & _CHECKED}
     result = dict(values)

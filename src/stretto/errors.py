@@ -25,9 +25,8 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 class StrettoError(Exception):
-    """Base of every error raised on purpose.
-
-    Programs can rely on ``code``, which names the broken rule. Messages may be reworded.
+    """Base of every error raised on purpose. Programs can rely on ``code``, which names the broken
+    rule. Messages may be reworded.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
@@ -117,10 +116,7 @@ class RankError(StrettoError):
 
 
 class RoleLostError(RankError):
-    """A process of ``role`` died, hung, or raised an error that it cannot survive.
-
-    It is restarted if the run allows restarts.
-    """
+    """A process of ``role`` died, hung, or raised a fatal error. Restarted if the run allows it."""
 
     def __init__(self, role: str, cause: str, code: str = "") -> None:
         super().__init__(f"{role} was lost: {cause}", code=code)
@@ -191,9 +187,7 @@ def _same_thing(first: str, second: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the most similar known one, or all of them unless they are
-    too many to read.
-    """
+    """Return a hint for an unknown name: the most similar known one, or all unless too many."""
     known = sorted(known)
     if matches := near(name, known):
         return f"Did you mean '{matches[0]}'?"
@@ -211,10 +205,7 @@ def is_installed(library: str) -> bool:
 
 
 def require(library: str, extra: str, purpose: str) -> None:
-    """Raise MissingExtraError if an optional library (by its import name) is not installed.
-
-    ``extra`` installs it. ``purpose`` is the subject of the message.
-    """
+    """Raise MissingExtraError if a library (by import name) is missing. ``purpose`` needs it."""
     if not is_installed(library):
         raise MissingExtraError(library, extra, purpose)
 
@@ -233,9 +224,7 @@ def extras() -> list[str]:
 
 
 def _declared() -> tuple[list[str], list[str]]:
-    """Return requirements and extras of the installed distribution, or from pyproject.toml in a
-    source tree. Both are empty without either.
-    """
+    """Return requirements and extras as installed, or of a source tree, or empty without both."""
     from importlib import metadata
 
     with suppress(metadata.PackageNotFoundError):

@@ -179,9 +179,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def added_to(folder: Path) -> Iterator[Path]:
-    """Yield a scratch folder whose files move to ``folder`` once all of them are on disk.
-
-    Other files of ``folder`` stay. Raises OSError if the system refuses.
+    """Yield a scratch folder whose files move to ``folder`` once all of them are on disk. Other
+    files of ``folder`` stay. Raises OSError if the system refuses.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:

@@ -1,6 +1,5 @@
-"""Names of settings in TRL, verl, OpenRLHF, peft and transformers, for advice in errors.
-
-Advice quotes settings for :mod:`stretto.interfaces`.
+"""Names of settings in TRL, verl, OpenRLHF, peft and transformers, for advice in errors. Advice
+quotes settings for :mod:`stretto.interfaces`.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ _ELSEWHERE = {
 }
 
 ELSEWHERE: dict[str, list[str]] = {}
-"""Settings by the last part of their names in other libraries. A command takes the first that it
-has.
-"""
+"""Settings by the last part of their names elsewhere. A command takes the first that it has."""
 for _ours, _names in _ELSEWHERE.items():
     for _name in _names.split():
         ELSEWHERE.setdefault(_name, []).append(_ours)

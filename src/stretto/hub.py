@@ -47,9 +47,7 @@ def require(what: str, error: type[StrettoError], remedy: str) -> None:
 def loading(
     what: str, is_cached: bool, error: type[StrettoError], remedy: str = ""
 ) -> Iterator[None]:
-    """Load from the hub, or only from its cache if the hub does not answer. Raises ``error`` if
-    nothing is cached either.
-    """
+    """Load from the hub, or if it does not answer from its cache, or else raise ``error``."""
     from huggingface_hub import constants
 
     if not is_cached:

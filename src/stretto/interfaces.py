@@ -52,9 +52,7 @@ class TomlFile:
 
 @dataclass
 class CommandLine(TomlFile):
-    """Words of the shell. ``options`` maps settings and parameters of the command to its options,
-    once they are known.
-    """
+    """Words of the shell. ``options`` maps settings and parameters to options, once known."""
 
     options: Mapping[str, str] = field(default_factory=dict)
 

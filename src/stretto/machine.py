@@ -53,9 +53,7 @@ class Machine:
 
 
 def command_line() -> str:
-    """Return the command of this process, for files that others may read. Values of secret options,
-    for example ``--hf-token``, are ``***``.
-    """
+    """Return this process's command with values of secret options (``--hf-token``) as ``***``."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     return shlex.join(_SECRET.sub(r"\1***", "\0".join([name, *sys.argv[1:]])).split("\0"))

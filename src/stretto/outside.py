@@ -148,9 +148,8 @@ def _file_of(source: str, module: str, setting: str) -> tuple[Path, str]:
 
 
 def import_module(file: str, named: str, root: str, setting: str) -> ModuleType:
-    """Import the module ``named`` in the folder ``root``, or a Python file. A file may import its
-    neighbours, and the rest of its package if it is in one. Raises ConfigError, which names the
-    setting.
+    """Import the module ``named`` in the folder ``root``, or a Python file, which may import its
+    neighbours and the rest of its package. Raises ConfigError, which names the setting.
     """
     if named:
         sys.path.append(root)
@@ -219,9 +218,7 @@ def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -
 
 @contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End a forked child like Python, so that it does not become a second reward process or
-    trainer.
-    """
+    """End a forked child like Python, so that it is no second reward process or trainer."""
     pid, raised = os.getpid(), None
     try:
         yield

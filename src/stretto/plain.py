@@ -58,9 +58,8 @@ def _entries(value: Any) -> Collection[Any]:
 
 
 def dumps(value: Any) -> str:
-    """Write a value as JSON in valid Unicode, with half surrogate pairs as escape sequences.
-
-    Raises ValueError, with the reason, if a part of the value has no JSON form.
+    """Write a value as JSON in valid Unicode, with half surrogate pairs as escape sequences. Raises
+    ValueError, with the reason, if a part of the value has no JSON form.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, default=form)

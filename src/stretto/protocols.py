@@ -41,7 +41,7 @@ class RemoteMethod:
     """How an executor calls a role's method. Clients and services are derived from it.
 
     Attributes:
-        span: its name in traces; empty if it takes no time worth recording.
+        span: its name in traces. Empty if it takes no time worth recording.
         light: needs no offloaded tensors, and almost no memory on the device.
         reads: leaves offloaded tensors unchanged.
         waits: waits for offloaded tensors itself, when it needs them.
@@ -124,15 +124,12 @@ class Generator(Replaceable, Protocol):
 
     @remote(light=True)
     async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
-        """Choose what happens to the KV cache of parked rollouts, which is kept until then.
-        Rollouts that are not parked are ignored.
-        """
+        """Choose the treatment of parked rollouts' KV cache, kept until then. Ignores others."""
 
     @remote("migrate")
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
-        """Give up rollouts that continue on another generator, in the requested order.
-
-        Their tokens are in the rollouts, because ``decode`` has returned every chunk.
+        """Give up rollouts that continue on another generator, in the requested order. Their tokens
+        are in the rollouts, because ``decode`` has returned every chunk.
         """
 
     @remote("migrate")
@@ -172,9 +169,8 @@ class Environment(Protocol):
     """
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
-        """Start the episode of a response, or replay its log in a new environment.
-
-        Returns the opening, or the last observation of the log.
+        """Start the episode of a response, or replay its log in a new environment. Returns the
+        opening, or the last observation of the log.
         """
 
     async def step(self, response: Response) -> Observation:
@@ -191,9 +187,8 @@ class Learner(Protocol):
 
     @remote("update", waits=True)
     async def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step on scored responses.
-
-        The metrics must include ``objective/scores``, the mean reward, which controllers follow.
+        """Take one step on scored responses. The metrics must include ``objective/scores``, the
+        mean reward, which controllers follow.
         """
 
     @remote("publish", light=True)

@@ -39,7 +39,7 @@ class Shows(Protocol):
 
 
 class Saying:
-    """A display as a :data:`Say` that can also show work; see :func:`working`."""
+    """A display as a :data:`Say` that can also show work. See :func:`working`."""
 
     def __init__(self, display: Shows) -> None:
         self.display = display

@@ -18,9 +18,7 @@ from types import FrameType
 from typing import Any
 
 ECHO_S = 1.0
-"""Seconds within which the same signal is one request, because schedulers send it twice, or to a
-process and to its group.
-"""
+"""Seconds within which the same signal is one request, because schedulers may send it twice."""
 
 PARENT = "STRETTO_PARENT"
 """Environment variable with the descriptor for :func:`end_with`, for commands that use it."""
@@ -66,7 +64,6 @@ class _Handler:
 @contextmanager
 def ending_in_order() -> Iterator[None]:
     """Make :data:`ENDING` raise :class:`Terminated`. A second signal ends the process at once.
-
     Signals that are ignored (``nohup``) or handled by the program itself stay so.
     """
     handler = _Handler(stop, _end_at_once)

@@ -45,7 +45,7 @@ def make_chunk(
     version: int = 0,
     finish: FinishReason | None = None,
 ) -> Chunk:
-    """Make a chunk from plain numbers; see :class:`~stretto.types.Chunk`."""
+    """Make a chunk from plain numbers. See :class:`~stretto.types.Chunk`."""
     columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
     return Chunk(rollout_id, start, *columns, version, finish)
 
@@ -114,7 +114,7 @@ class World:
         yield
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
-        """Add the work to :attr:`spans`; see :class:`~stretto.protocols.Tracer`."""
+        """Add the work to :attr:`spans`. See :class:`~stretto.protocols.Tracer`."""
         self.spans.append((role, attributes.get("cause", name), start_s, end_s))
 
 
@@ -280,7 +280,7 @@ class FakeScorer:
 
     Args:
         name: name in the log and of its scores.
-        follows: the trained model whose weights it loads; empty for none.
+        follows: the trained model whose weights it loads. Empty for none.
         worthwhile_tokens: number of tokens that make a call worth its cost.
         seconds: fixed duration of a call.
 

@@ -77,7 +77,7 @@ class Sampling:
             run's seed and the response's id.
         top_logprobs: number of likeliest tokens to report with each sampled one.
         max_turn_tokens: token limit of one turn of an episode. ``max_new_tokens`` counts all its
-            tokens, including context. 0: not an episode; an end of turn ends the response.
+            tokens, including context. 0: not an episode. An end of turn ends the response.
         stop: strings that end a turn of an episode, in addition to those of the settings.
     """
 
@@ -119,7 +119,7 @@ def fork_id(root: int, number: int) -> int:
 class FinishReason(StrEnum):
     """Why a response ended: an end token or stop string, or the token limit.
 
-    The engine sets it; it is never inferred from padding. In an episode an end token or stop string
+    The engine sets it. It is never inferred from padding. In an episode an end token or stop string
     ends a turn, and the response then waits for its environment. A limit, also of a turn, ends
     both.
     """
@@ -135,11 +135,11 @@ class Chunk:
 
     Attributes:
         start: index of the first token in the response.
-        tokens: token ids [t]; none only if ``finish`` is set.
+        tokens: token ids [t]. Empty only if ``finish`` is set.
         logprobs: [t], of each token under the distribution it was sampled from.
-        version: version of the policy that sampled them; :data:`CONTEXT` for an environment's.
-        finish: why the rollout, or its turn, ended with this chunk; ``None`` while it continues.
-        sampled: [t], true if the policy sampled the token; ``None``: it sampled all of them.
+        version: version of the policy that sampled them. :data:`CONTEXT` for an environment's.
+        finish: why the rollout, or its turn, ended with this chunk. ``None`` while it continues.
+        sampled: [t], true if the policy sampled the token. ``None``: it sampled all of them.
         top_logprobs: for each token, the likeliest tokens at its place with their
             log-probabilities,
             in descending order. Empty if not requested.
@@ -157,7 +157,6 @@ class Chunk:
 
 class Decoded(NamedTuple):
     """Result of a decode call: a chunk of each rollout that advanced, and the decode steps.
-
     Single rollouts may have taken part in fewer steps.
     """
 
@@ -174,13 +173,13 @@ class Response:
         group: shared by the rollouts of one prompt in one draw.
         prompt: with text, messages and data only for roles that read them.
         tokens: ids of the response so far, [T].
-        version: version of the policy that sampled the last token; 0 without tokens.
+        version: version of the policy that sampled the last token. 0 without tokens.
         finish, sampled: as in :class:`Chunk`.
-        sampling: its own sampling; ``None``: as the engine's settings.
-        messages: an episode's response as messages, for roles that read text; otherwise ``None``.
+        sampling: its own sampling. ``None``: as the engine's settings.
+        messages: an episode's response as messages, for roles that read text, otherwise ``None``.
         joints: text of the observation before each further sample of an episode, by its start in
             ``tokens``. Only for roles that score an episode once.
-        logprobs: of an episode's tokens, for its environment; otherwise ``None``.
+        logprobs: of an episode's tokens, for its environment, otherwise ``None``.
     """
 
     id: int
@@ -220,11 +219,11 @@ class Observation:
         rollout_id: the sample that continues or ends: the one whose turn it was, another waiting
             one of the episode, or a fork with a new id.
         number: 0 for the opening of an episode, then increasing by 1.
-        tokens: context for that sample, [t]; none if the episode is over.
+        tokens: context for that sample, [t]. Empty if the episode is over.
         prompt: prompt of a new sample: of each fork, and of an opening that changes it.
-        reward: reward of the turn; for the last turn, plus the reward of the episode.
+        reward: reward of the turn. For the last turn, plus the reward of the episode.
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
-            or ``seconds``; empty while it continues.
+            or ``seconds``. Empty while it continues.
         messages: the turn as a message, and the messages that answer it.
         left: messages of the sample whose turn it was, if another one continues. That sample only
             gets its own turn.
@@ -282,7 +281,7 @@ class Score:
         kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number per sampled token).
         values: [1] for a reward, otherwise [T] with the T sampled tokens. Empty for a reward that
             does not apply to the rollout.
-        failure: why there is no score; ``values`` is then empty. Never a silent zero.
+        failure: why there is no score. ``values`` is then empty. Never a silent zero.
         extra: further values of a reward function, by name; plain data.
     """
 
@@ -295,7 +294,7 @@ class Score:
 
     @property
     def scalar(self) -> float | None:
-        """The value of a scalar score; ``None`` if it does not apply, or failed."""
+        """The value of a scalar score. ``None`` if it does not apply, or failed."""
         return float(self.values[0]) if len(self.values) else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -319,7 +318,7 @@ class WeightsRef:
         version: number of preceding weight syncs.
         fingerprint: of the tensors at the learner. The loading role computes it again and raises
             an error if the two differ.
-        channel: location of the tensors; empty if both sides share memory and none are sent.
+        channel: location of the tensors. Empty if both sides share memory and none are sent.
     """
 
     model: str
@@ -341,7 +340,7 @@ class KVTransfer:
     """A rollout that moves from one generator to another.
 
     Attributes:
-        cache: its KV cache, in a format of generators of one kind; ``None`` if the receiver must
+        cache: its KV cache, in a format of generators of one kind. ``None`` if the receiver must
             prefill the tokens again.
         cached_tokens: number of prompt and response tokens in ``cache``.
     """
@@ -360,19 +359,19 @@ class TrainBatch:
     Attributes:
         ids: [B], rollout ids.
         prompts: token ids of each prompt.
-        prompt_ids: [B]; responses to one prompt share one id.
+        prompt_ids: [B]. Responses to one prompt share one id.
         lengths: [B], in tokens.
         ended: [B], true if the response ended by itself.
         tokens: [N].
         logprobs: [N], under the distribution that each token was sampled from.
         versions: [N], of the policy that sampled each token, or :data:`CONTEXT`.
-        rewards: [B], by reward source; 0 if a source does not apply.
+        rewards: [B], by reward source. 0 if a source does not apply.
         applies: [B], by reward source.
         per_token: [M], by the kind of the score: ``logprobs`` of the reference, ``values``.
-        sampled: [N], true if the policy sampled the token; ``None``: it sampled all of them.
+        sampled: [N], true if the policy sampled the token. ``None``: it sampled all of them.
         turn_rewards: [M], an environment's rewards of turns, each at the turn's last token, and 0
-            elsewhere; part of the rewards of its source. ``None`` if there are none.
-        episodes: [B], shared by the samples of one episode; ``None``: each is its own episode.
+            elsewhere. They are part of the rewards of its source. ``None`` if there are none.
+        episodes: [B], shared by the samples of one episode. ``None``: each is its own episode.
     """
 
     ids: LongArray
@@ -431,9 +430,7 @@ class TrainBatch:
         return total
 
     def by_source(self) -> npt.NDArray[np.float64]:
-        """Return each response's reward by source, [B, S]. NaN if the source applies neither to it
-        nor to any sample of its episode.
-        """
+        """Return rewards by source, [B, S]. NaN if a source applies to no sample of the episode."""
         columns = []
         for source in self.rewards:
             applies = self.applies.get(source, np.ones(len(self), np.bool_))
@@ -444,9 +441,7 @@ class TrainBatch:
         return np.stack(columns, axis=1)
 
     def _of_episodes(self, source: str) -> npt.NDArray[np.float64]:
-        """Return a source's rewards [B]. All samples of an episode get the mean over its samples to
-        which the source applies.
-        """
+        """Return a source's rewards [B], for an episode the mean over samples that have one."""
         values = self.rewards[source].astype(np.float64)
         if self.episodes is None:
             return values
@@ -476,9 +471,9 @@ class ScorerInfo:
     """Facts about a scorer that a schedule needs.
 
     Attributes:
-        name: unique in a run; the key of its scores.
-        follows: the trained model whose weights it loads at each weight sync; empty if frozen.
-        streams: whether it works on rollouts before they end; otherwise it gets complete ones.
+        name: unique in a run, and the key of its scores.
+        follows: the trained model whose weights it loads at each weight sync. Empty if frozen.
+        streams: whether it works on rollouts before they end. Otherwise it gets complete ones.
         reads_text: whether it reads prompts' text, messages and data in addition to tokens.
         worthwhile_tokens: number of tokens that make a call worth its fixed cost. It gets fewer
             only if a role waits.
@@ -500,7 +495,7 @@ class Work:
     """A stretch of work, by the clock of the worker that did it.
 
     Attributes:
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; swap; or wait.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate, swap or wait.
         attributes: further facts, for example rollouts, tokens, version.
         beside: whether it ran in parallel with calls, and may have begun before this one.
     """
