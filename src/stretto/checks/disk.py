@@ -36,8 +36,7 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
 
 
 def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False) -> None:
-    """Refuse a run whose :func:`written` sizes do not fit on the disk of its folder or the folder's
-    parent. A resumed run needs no room for another checkpoint."""
+    """Refuse a run whose :func:`written` sizes exceed the disk. Resuming needs no checkpoint."""
     if sizes is None:
         return
     (checkpoint, model), free = sizes, files.free(folder)

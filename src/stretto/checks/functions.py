@@ -25,11 +25,8 @@ from stretto.outside import not_defined
 from stretto.scoring.conventions import ENVIRONMENTS, convention_of
 from stretto.scoring.functions import locate, require_columns
 
-PATIENCE_S = 4.0
-"""Seconds within which a reward server on this machine must accept a connection."""
-
-VERL = {"create", "execute", "release"}
-"""Methods of verl's tools."""
+PATIENCE_S = 4.0  # seconds within which a reward server on this machine must accept a connection
+VERL = {"create", "execute", "release"}  # methods of verl's tools
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)

@@ -17,17 +17,13 @@ from stretto.observe.idle import is_generator, role_order
 from stretto.observe.report.runs import LoadedRun, shares
 from stretto.saying import padded
 
-BASELINE = "sync"
-"""The variant that speed-ups are relative to and that sets the target reward."""
+BASELINE = "sync"  # the variant that speed-ups are relative to and that sets the target reward
 
 SMOOTHED_STEPS = 10
 """Steps that rewards are averaged over, or half the steps of a run shorter than twice that."""
 
-TARGET_SHARE = 0.95
-"""Default target, as a share of the baseline's rise in reward."""
-
-LEVEL = 0.95
-"""Level of confidence intervals."""
+TARGET_SHARE = 0.95  # default target, as a share of the baseline's rise in reward
+LEVEL = 0.95  # level of confidence intervals
 
 _LEVEL_TEXT = f"{100 * LEVEL:.0f} %"
 
@@ -289,7 +285,6 @@ class Comparison:
         }
 
     def _target_notes(self) -> list[str]:
-        """Name runs that did not reach the target, and differences that the seeds show."""
         missed = [
             f"{variant} with seed {seed}"
             for variant, by_seed in self.figures.items()

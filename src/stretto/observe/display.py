@@ -17,8 +17,7 @@ from stretto.saying import Advance, unseen
 REWARD = "objective/scores"
 THROUGHPUT = "perf/throughput"
 STEP_TIME = "timing_s/step"
-TIME_LEFT = "timing_s/left"
-"""Seconds until a run's time limit, if it has one."""
+TIME_LEFT = "timing_s/left"  # seconds until a run's time limit, if it has one
 LOSS = "train/loss"
 
 FIGURES = (
@@ -38,8 +37,7 @@ FIGURES = (
 )
 """Label, metric and format of the metrics that displays show, if they exist."""
 
-WINDOW = 10
-"""Steps that the trend and the time left are averaged over."""
+WINDOW = 10  # steps that the trend and the time left are averaged over
 
 
 class Progress:

@@ -27,11 +27,8 @@ from stretto.saying import aligned
 CAUSES = ("data", "stragglers", ENVIRONMENT, "scores", "weights", DOWN, "other")
 """Causes of idle time, in display order."""
 
-ALL_DEVICES = "all devices"
-"""Role name of the mean over devices."""
-
-Intervals = list[tuple[float, float]]
-"""Disjoint intervals of time [s], in order."""
+ALL_DEVICES = "all devices"  # role name of the mean over devices
+Intervals = list[tuple[float, float]]  # disjoint intervals of time [s], in order
 
 
 def role_order(role: str) -> tuple[int, int, str]:
@@ -194,7 +191,6 @@ class TimeSheet:
 
 
 def _mean(times: Sequence[RoleTime]) -> tuple[float, dict[str, float]]:
-    """Return mean seconds of busy time, and of idle time by cause."""
     idle_s: defaultdict[str, float] = defaultdict(float)
     for time in times:
         for cause, parts in time.idle.items():

@@ -23,13 +23,11 @@ from stretto.saying import Advance
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SAMPLE_CHARS = 300
-_REFRESH_S = 0.2
-"""Seconds between redraws of work in progress."""
+_REFRESH_S = 0.2  # seconds between redraws of work in progress
 
 
 class RichProgress(Progress):
-    """A panel at the bottom of the terminal, with a bar for each piece of work in progress. Notes
-    and other output scroll above it."""
+    """A panel at the bottom of the terminal, with a bar for each work, below scrolling output."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -19,8 +19,7 @@ from stretto.machine import command_line
 NAME = "run.lock"
 """Name of the locked file. It names the holder of the lock, and is deleted with the lock."""
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems without locks."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 @contextmanager

@@ -20,13 +20,8 @@ WIDTH, HEIGHT, MARGIN = 220, 70, 4
 def html_of(
     folder: Path, facts: str, history: Sequence[Mapping[str, Any]], model: Path | None
 ) -> str:
-    """Return a run's curves, facts and links (relative to the working directory) as HTML.
-
-    Args:
-        facts: a line of text.
-        history: the metrics of each step.
-        model: folder of the trained model, linked if it exists.
-    """
+    """Return a run's curves, ``facts`` (one line) and links (relative to the working directory) as
+    HTML. The folder of the trained ``model`` is linked if it exists."""
     curves = (_curve(name, history) for name in CURVES)
     report = folder / "report.html"
     links = {"folder": folder, "model": model, "report": report}

@@ -17,11 +17,8 @@ from stretto.protocols import Clock, RealClock
 from stretto.saying import Advance, Saying
 from stretto.types import short_name
 
-FIRST_S = 2.0
-"""Seconds without a line until the first one about work in progress."""
-
-SOON_S = 0.5
-"""The same, after other work without a line."""
+FIRST_S = 2.0  # seconds without a line until the first one about work in progress
+SOON_S = 0.5  # the same, after other work without a line
 
 EVERY_S, SPARSER = 10.0, 0.25
 """Least seconds between lines about work in progress, also as a share of its time so far."""
@@ -68,8 +65,7 @@ class NoProgress(Progress):
 
 
 class PlainProgress(Progress):
-    """One flushed line a step, for files, pipes and continuous integration. Other work gets lines
-    too, once there was none for :data:`FIRST_S`."""
+    """One flushed line a step, for files, pipes and CI, and lines about longer work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -114,8 +110,7 @@ class PlainProgress(Progress):
 
 
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
-    """Describe a run in three lines, with facts about the model (``model``) and the results' place.
-    Notes on settings with surprising effects follow."""
+    """Describe a run in three lines, followed by notes on settings with surprising effects."""
     remarks = config.remarks if isinstance(config, Config) else ()
     if isinstance(config, Config):
         rollout, schedule, training = config.rollout, config.schedule, config.training
@@ -152,8 +147,7 @@ class _Stderr:
         return make_progress("auto", sys.stderr).working(what, total, limit_s)
 
 
-on_stderr = Saying(_Stderr())
-"""For commands whose results go to standard output."""
+on_stderr = Saying(_Stderr())  # for commands whose results go to standard output
 
 
 def make_progress(

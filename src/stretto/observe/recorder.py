@@ -20,8 +20,7 @@ from stretto.schedules.episode_metrics import calls
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Stats, short_name
 
-AGAIN = 10
-"""Steps until a remark that still holds is repeated. The pause doubles each time."""
+AGAIN = 10  # Steps until a remark that still holds is repeated. The pause doubles each time.
 
 
 class Recorder(ExitStack):

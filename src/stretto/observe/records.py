@@ -22,8 +22,7 @@ def append(file: Path, records: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def read(file: Path, field: str = "step", kind: Callable[[Any], Any] = int) -> list[dict[str, Any]]:
-    """Return all records except an unfinished last line, none without a file. Raises StateError if
-    another line lacks the field, or ``kind`` cannot convert it."""
+    """Return complete records, if any. Raises StateError if one lacks the field of this kind."""
     if not file.is_file():
         return []
     return [_record(line, file, field, kind) for line in files.whole_lines(file.read_bytes())]
@@ -38,8 +37,7 @@ class Growing:
         self._inode, self._size = 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records, but read only new lines, unless the file was cut or replaced. Raises
-        StateError if a line is no step record."""
+        """Return all records, rereading only a cut or replaced file. May raise StateError."""
         if not self._file.is_file():
             return []
         with self._file.open("rb") as stream:
@@ -54,8 +52,7 @@ class Growing:
 
 
 def last(file: Path) -> dict[str, Any] | None:
-    """Return the last complete record, if any, without reading the others. Raises StateError if it
-    is no step record."""
+    """Return the last complete record, if any. Raises StateError if it is no step record."""
     line = files.last_line(file) if file.is_file() else b""
     return _record(line, file) if line else None
 

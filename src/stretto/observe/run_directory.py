@@ -32,11 +32,8 @@ METRICS = "metrics.jsonl"
 
 CHECKPOINTS = "checkpoints"
 
-SCORE = "eval/score"
-"""The metric that ranks evaluations."""
-
-EVALUATED = "eval/step"
-"""The metric with the step after which the policy was evaluated."""
+SCORE = "eval/score"  # the metric that ranks evaluations
+EVALUATED = "eval/step"  # the metric with the step after which the policy was evaluated
 
 KEPT = 2
 """Most checkpoints of an unfinished run that stay, newest first, as far as the disk has room."""
@@ -260,8 +257,7 @@ class RunDirectory:
         return self._read_machine()[0]
 
     def read_starts(self) -> list[dict[str, Any]]:
-        """Return ``date``, ``command`` and ``versions`` of the run's start and of each resumption.
-        Earlier versions recorded none."""
+        """Return the date, command and versions of each start or resumption (none in old runs)."""
         return self._read_machine()[1]
 
     def _read_machine(self) -> tuple[Machine, list[dict[str, Any]]]:
@@ -306,8 +302,7 @@ class RunDirectory:
         return records.read(self.samples_file)
 
     def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
-        """Return rollouts in the order in which they were trained on or rejected. With
-        ``in_flight``, rollouts in flight when the run ended follow."""
+        """Return ended rollouts in order, with ``in_flight`` also those left at the run's end."""
         try:
             found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
         except TypeError as error:
@@ -347,7 +342,6 @@ class RunDirectory:
 
 
 def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
-    """Drop the fields of episodes if there is no turn."""
     if not record["turns"]:
         for name in {"context", "episode", "turns", "pieces", "ended_by"} & record.keys():
             del record[name]

@@ -36,8 +36,7 @@ LIMIT_BYTES = 200_000_000
 LIST_ITEMS = 8
 """Most items of a list in an event's arguments. A longer list is cut, with its length added."""
 
-COUNTS = 1000
-"""Most changes per step in the recorded number of waiting rollouts."""
+COUNTS = 1000  # most changes per step in the recorded number of waiting rollouts
 
 COUNTED = (
     *("schedule/carried", "schedule/overcommit", "schedule/chunk_tokens"),

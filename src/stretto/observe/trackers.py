@@ -101,8 +101,7 @@ def port_taken(port: int, error: OSError) -> StorageError:
 
 
 class TensorBoard:
-    """Event files under ``tensorboard/`` in the run's folder. Metrics are scalars. Settings and
-    samples are tables of text."""
+    """Event files in ``tensorboard/``: metrics as scalars, settings and samples as tables."""
 
     def __init__(self, run: TrackedRun) -> None:
         library = importlib.import_module("torch.utils.tensorboard")
@@ -241,9 +240,8 @@ class MLflow(_Remembered):
 
 
 class Prometheus:
-    """The newest metrics for a Prometheus server, on ``http://127.0.0.1:PORT/metrics``. They are
-    gauges ``stretto_NAME`` labelled with the run's name, with underscores for invalid characters.
-    """
+    """The newest metrics for a Prometheus server, on ``http://127.0.0.1:PORT/metrics``: gauges
+    ``stretto_NAME`` (invalid characters as underscores), labelled with the run's name."""
 
     def __init__(self, run: TrackedRun, port: int) -> None:
         self._name = run.name

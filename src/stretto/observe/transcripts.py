@@ -14,8 +14,7 @@ from stretto.types import Observation, episode_of
 MOST_CHARS = 20_000
 """Most characters of a text in a transcript. A longer one keeps its start and end."""
 
-MOST_DEPTH = 8
-"""Most depth of plain data in a transcript. Deeper data becomes text."""
+MOST_DEPTH = 8  # Most depth of plain data in a transcript. Deeper data becomes text.
 
 
 class Transcript(TypedDict, total=False):

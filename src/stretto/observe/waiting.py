@@ -1,5 +1,4 @@
-"""Lanes for overlapping spans of one role: environment calls (also counted), and other work. An
-environment may have a thousand calls at once."""
+"""Lanes for overlapping spans of one role: environment calls, maybe thousands, and other work."""
 
 from __future__ import annotations
 
@@ -25,11 +24,8 @@ def at_once(span: Span) -> int:
     return int(span.attributes.get("calls", 1))
 
 
-INSTANT_S = 1e-6
-"""Intervals up to this precision of traces are ignored."""
-
-FURTHER = 1000
-"""Most spans per step for calls without a free track."""
+INSTANT_S = 1e-6  # intervals up to this precision of traces are ignored
+FURTHER = 1000  # most spans per step for calls without a free track
 
 
 class Lanes:
@@ -61,8 +57,7 @@ class Lanes:
         return placed
 
 
-LANE = re.compile(r" \(lane (\d+)\)$")
-"""Suffix of a role's further track."""
+LANE = re.compile(r" \(lane (\d+)\)$")  # suffix of a role's further track
 
 
 class RoleLanes:
@@ -103,9 +98,8 @@ def _fits(span: Span, lane: Sequence[tuple[float, float]]) -> bool:
 def profile(
     spans: Iterable[Span], start_s: float, end_s: float, most: int
 ) -> list[tuple[float, float, int]]:
-    """Return the number of concurrent calls between two moments, as intervals in order. If there
-    are more than ``most`` intervals, neighbours are joined, with the greater number, to at most
-    twice ``most``."""
+    """Return the concurrent calls between two moments, as intervals in order. Beyond ``most``
+    intervals, neighbours are joined, with the greater number, to at most twice ``most``."""
     inside = ((max(s.start_s, start_s), min(s.end_s, end_s), at_once(s)) for s in spans)
     changes: dict[float, int] = {}
     for begin_s, finish_s, count in inside:

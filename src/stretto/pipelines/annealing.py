@@ -185,8 +185,7 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
 
 @njit(cache=True, nogil=True, inline="always")  # makes the step a constant
 def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
-    """Recompute starts (``step`` 1) or tails (-1) of stale tasks and their dependants. ``r`` is the
-    rank of the first stale task in the direction of the step."""
+    """Recompute stale starts (``step`` 1) or tails (-1) and dependants, from rank ``r`` on."""
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     delay, duration = g.delay, g.duration
     word, place, order, stale = s.word, s.place, s.order, s.stale
@@ -307,8 +306,7 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
 
 
 class Cooling(NamedTuple):
-    """Geometric courses of temperature (hot to cold) and price per unit of excess memory (soft to
-    firm), both in ticks."""
+    """Geometric courses of temperature and of the price per excess memory ``unit``, in ticks."""
 
     moves: int
     hot: float

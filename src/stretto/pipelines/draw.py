@@ -20,8 +20,7 @@ KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
 _COLOURS = ("#4477aa", "#8fb4d9", "#cc6677", "#e8b0b8")
 """Colours of the kinds: tints of Paul Tol's schemes (2021)."""
 _WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
-_LABELLED = 11.0
-"""Least pixels of a bar with its micro-batch's number."""
+_LABELLED = 11.0  # least pixels of a bar with its micro-batch's number
 
 
 @dataclass(frozen=True, slots=True)

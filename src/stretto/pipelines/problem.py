@@ -65,25 +65,19 @@ _PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, slots=True)
 class ModelPipelines:
-    """One of the two models, and its pipelines, one after the other along the devices.
-
-    Attributes:
-        micro_batches: of each pipeline.
-        forward, backward: ticks of each stage.
-        activation: memory of each stage that a micro-batch holds from its forward to its backward,
-            in any unit that both models share.
-        communication: ticks from the end of a task to the start of its chain's next task on another
-            stage. Devices are free meanwhile.
-    """
+    """One of the two models, and its pipelines, one after the other along the devices. A
+    micro-batch holds a stage's ``activation`` from its forward to its backward, in any memory unit
+    that both models share. ``communication`` is the ticks from the end of a task to the start of
+    its chain's next task on another stage, while devices are free."""
 
     __pydantic_config__ = _PLAIN
 
     stages: Annotated[int, Field(strict=True, ge=1, le=MOST_TASKS)]
     pipelines: _Count
-    micro_batches: _Count
-    forward: _Ticks
-    backward: _Ticks
-    activation: _Memory
+    micro_batches: _Count  # of each pipeline
+    forward: _Ticks  # of each stage
+    backward: _Ticks  # of each stage
+    activation: _Memory  # of each stage
     communication: Annotated[int, Field(strict=True, ge=0, le=_MOST_TICKS)] = 0
 
     @classmethod
@@ -132,9 +126,8 @@ class ModelPipelines:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Actor and critic on the same devices, with an optional capacity of each for activation
-    memory. Raises ConfigError if the two do not cover the same devices, or a micro-batch does not
-    fit."""
+    """Actor and critic on the same devices, with an optional capacity for activation memory. Raises
+    ConfigError if they do not cover the same devices, or a micro-batch does not fit."""
 
     __pydantic_config__ = _PLAIN
 

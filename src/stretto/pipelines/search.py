@@ -33,10 +33,8 @@ _DECODED_TASKS, _MOST_ROUNDS = 3_000_000, 5_000
 """Most decoded tasks, and most rounds, in one search for rules (a tenth of a second)."""
 _SEGMENT_WORK = 300_000_000
 """Swaps between two checks of the clock, times tasks (tenths of a second)."""
-_COLD, _SOFT = 0.05, 0.3
-"""Last temperature, and first price of memory, in mean durations of a task."""
-NOTHING = 2**60
-"""Larger than any latency."""
+_COLD, _SOFT = 0.05, 0.3  # last temperature, and first price of memory, in mean durations of a task
+NOTHING = 2**60  # larger than any latency
 _LISTED, _LISTED_ROUNDS = 64, 20
 """Short searches for rules before any annealing, and rounds of each."""
 _HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3, 0.6), (0.15, 0.2)
@@ -45,12 +43,10 @@ much, and for one that is nearly right."""
 _NEARLY, _FAR = 1.03, 1.15
 """Multiples of the bound. Below the first, a schedule within the capacity is nearly right. Above
 the second, the capacity may be so tight that the bound is out of reach."""
-_DROP = 0.07
-"""Initial distance of a cap below the peak, as a share."""
+_DROP = 0.07  # initial distance of a cap below the peak, as a share
 _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
 """Swaps per task in the first tries and in the longest, and failures until they double."""
-_STUCK = 4
-"""Failures after which more than one way is tried."""
+_STUCK = 4  # failures after which more than one way is tried
 _HOTTER = (1.0, 3.0, 8.0)
 _FIRM, _FIRMER = 1.0, (1.0, 4.0, 16.0)
 """Last prices of memory, in mean durations: usual, and when stuck. Under a tight capacity, a

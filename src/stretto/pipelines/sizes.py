@@ -10,13 +10,11 @@ from stretto.errors import ConfigError
 from stretto.pipelines.problem import ModelPipelines, Problem
 
 _SIZES = {"7B": "32x4096", "13B": "40x5120", "33B": "60x6656", "65B": "80x8192"}
-_LAYER_PARAMETERS = 12
-"""Parameters of a transformer layer, in units of its width squared."""
+_LAYER_PARAMETERS = 12  # parameters of a transformer layer, in units of its width squared
 _LAYER_ACTIVATION_BYTES = 34
 """Bytes that a layer keeps for its backward, per token and unit of width, at 16 bits and with
 attention recomputed (Korthikanti et al. 2022, section 4)."""
-_MOST = 2**31
-"""Limit of any integer, and of the microseconds of a layer."""
+_MOST = 2**31  # limit of any integer, and of the microseconds of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,7 @@ class Units:
         return f"{number} {self.memory}".strip()
 
 
-UNITS = Units("µs", "MiB")
-"""Units of the problems made by :func:`make_problem`."""
+UNITS = Units("µs", "MiB")  # units of the problems made by :func:`make_problem`
 
 
 @dataclass(frozen=True, slots=True)

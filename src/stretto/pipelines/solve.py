@@ -21,8 +21,7 @@ from stretto.pipelines.search import (
     squeeze,
 )
 
-SEEDS = 2**31
-"""Seeds are below this."""
+SEEDS = 2**31  # seeds are below this
 
 
 def descend(best: Incumbent, seed: int, threads: int) -> None:

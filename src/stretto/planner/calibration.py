@@ -50,8 +50,7 @@ def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Arra
 
 
 def _robust(features: Array, took_s: Array) -> Array:
-    """Fit typical calls. Outliers count less (Huber's weights). Relative errors are minimised,
-    because calls differ in length by orders of magnitude."""
+    """Fit relative errors, as calls differ by orders of magnitude, with Huber's weights."""
     scale = np.maximum(took_s, np.median(took_s) * 1e-3 + 1e-12)
     x, y = features / scale[:, None], took_s / scale
     coefficients = nonnegative(x, y)
@@ -81,21 +80,15 @@ def nonnegative(x: Array, y: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The costs of a run's roles.
-
-    Attributes:
-        loads_s: seconds in which scorers load a version of the weights, by name.
-        call_s: seconds to deliver a call and its answer: the gap from the end of an update to its
-            publishing, without the driver's own work.
-        driver: the driver's own work, by span name.
-    """
+    """The costs of a run's roles. The gap between an update's end and its publishing, without the
+    driver's work, counts as ``call_s``, the seconds to deliver a call and its answer."""
 
     generator: costs.GeneratorCost
     scorers: Mapping[str, costs.PrefillCost | costs.SampleCost]
-    loads_s: Mapping[str, float]
+    loads_s: Mapping[str, float]  # in which scorers load a version of the weights, by name
     learner: costs.TrainCost
     call_s: float
-    driver: Mapping[str, costs.DriverCost]
+    driver: Mapping[str, costs.DriverCost]  # its own work, by span name
 
 
 def calibrate(
@@ -137,8 +130,8 @@ def calibrate(
 
 
 def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
-    """Yield spans as if no other work had run on the same ``cores`` (0: enough for all). If more
-    threads than cores are busy, all work is assumed to slow down at the same rate."""
+    """Yield spans as if no other work had shared the ``cores`` (0: enough for all). If more threads
+    than cores are busy, all work is assumed to slow down at the same rate."""
     spans = list(spans)
     if not cores:
         yield from spans

@@ -20,29 +20,22 @@ from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, Sco
 from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
 
-MESSAGE_S = 0.001
-"""Seconds to deliver a call of a role and its answer (assumed)."""
+MESSAGE_S = 0.001  # seconds to deliver a call of a role and its answer (assumed)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """The input of a plan: models and work, GPUs, and variants of the schedule.
-
-    Attributes:
-        gpus: available GPUs. A plan uses all of them.
-        on_paper: also plans that ``stretto train`` cannot run.
-        updates: optimizer updates a step, over all epochs.
-        functions: costs of reward functions by name. They have CPUs of their own.
-    """
+    """The input of a plan: models and work, GPUs, and variants of the schedule. ``functions`` are
+    costs of reward functions by name, which have CPUs of their own."""
 
     models: ModelShapes
     workload: Workload
     hardware: Hardware
-    gpus: int = 1
+    gpus: int = 1  # available; a plan uses all of them
     variants: Mapping[str, ScheduleConfig] = field(default_factory=dict)
-    on_paper: bool = False
+    on_paper: bool = False  # also plans that ``stretto train`` cannot run
     epochs: int = 1
-    updates: int = 1
+    updates: int = 1  # optimizer updates a step, over all epochs
     functions: Mapping[str, SampleCost] = field(default_factory=dict)
 
     @property
@@ -55,14 +48,10 @@ class PlanSpec:
         return schedule.most_in_flight(w.batch, w.samples_per_prompt)
 
 
-MICRO_TOKENS = (4096, 8192, 16_384, 32_768)
-"""Tokens of a learner's micro-batches."""
-SPLITS = 64
-"""Most sizes of a role that are tried. With more GPUs, roles get full nodes."""
-STAGES = (1, 2, 4, 8, 16)
-"""Pipeline stages of a learner, on paper."""
-Kind = tuple[str, str, bool]
-"""The sharing of GPUs, the schedule, and whether it is on paper."""
+MICRO_TOKENS = (4096, 8192, 16_384, 32_768)  # tokens of a learner's micro-batches
+SPLITS = 64  # Most sizes of a role that are tried. With more GPUs, roles get full nodes.
+STAGES = (1, 2, 4, 8, 16)  # pipeline stages of a learner, on paper
+Kind = tuple[str, str, bool]  # the sharing of GPUs, the schedule, and whether it is on paper
 BASELINE = ("all", "sync")
 """The kind that is always searched, on paper too: all roles on all GPUs, one after another."""
 Pipelining = Literal["1f1b", "interleaved", "fused"]

@@ -36,8 +36,7 @@ PASSES = (
 )
 """Tokens of a pass and recomputation, in the order in which they are tried on a GPU. Fewer tokens
 cost little down to a few thousand, recomputation a third of the time."""
-BESIDE_SLOTS = 4_096
-"""Tokens of a recomputed pass that must fit next to the slots' keys and values."""
+BESIDE_SLOTS = 4_096  # tokens of a recomputed pass that must fit next to the slots' keys and values
 
 
 def fitted(
@@ -172,8 +171,7 @@ def _vllm_beside_others(
 
 
 def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:
-    """Return settings with the first of :data:`PASSES` that fits, or the last one. Only changes
-    ``training.microbatch_tokens = 0`` and ``model.gradient_checkpointing = "auto"``."""
+    """Fill open pass tokens and checkpointing by the first fitting, or the last, :data:`PASSES`."""
     model, training = config.model, config.training
     found = config
     for tokens, again in PASSES:

@@ -45,10 +45,8 @@ ROLES = ("actor", "critic", "reference", "reward")
 TRAINED_ROLES = frozenset({"actor", "critic", "model"})
 """Models that are trained. ``model`` is the only one in supervised training."""
 GPU_BYTES = 80 * 10**9
-FILLED = 0.9
-"""Share of a device that can be filled. Libraries and fragmentation take the rest."""
-VLLM_SHARE = 0.92
-"""vLLM's default ``gpu_memory_utilization``."""
+FILLED = 0.9  # Share of a device that can be filled. Libraries and fragmentation take the rest.
+VLLM_SHARE = 0.92  # vLLM's default ``gpu_memory_utilization``
 
 
 @dataclass(frozen=True, slots=True)

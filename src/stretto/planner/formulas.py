@@ -63,9 +63,8 @@ def gather_bytes(total: float, members: int) -> float:
 
 
 def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
-    """Return bytes of FSDP2 in forward and backward passes of a shard's micro-batches. Each pass
-    gathers a layer's weights twice and the root's once, and reduces gradients in float32
-    (``training/sharded.py``, Zhao et al. 2023)."""
+    """Return bytes of FSDP2 for a shard's micro-batches: each pass gathers layers twice, the root
+    once, and reduces float32 gradients (``training/sharded.py``, Zhao et al. 2023)."""
     shape = shape.stage(mesh.stages)
     layers = shape.layers * shape.layer_parameters / mesh.tensor
     weights = HALF * (2 * layers + shape.root_parameters)
@@ -91,22 +90,15 @@ def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPasses:
-    """A learner's passes over the responses of a step.
+    """A learner's passes over the responses of a step. ``bubble`` is a pipeline stage's idle time
+    in an update in micro-batches, per model. ``None`` takes 1F1B's, stages - 1 (Narayanan et al.
+    2021)."""
 
-    Attributes:
-        tokens: of all responses, prompts included.
-        length: mean tokens of a response, prompt included.
-        updates: optimizer updates a step, over all epochs.
-        micro_tokens: tokens of a micro-batch of one shard.
-        bubble: a pipeline stage's idle time in an update in micro-batches, per model; ``None``
-            takes 1F1B's, stages - 1 (Narayanan et al. 2021).
-    """
-
-    tokens: float
-    length: float = 0.0
+    tokens: float  # of all responses, prompts included
+    length: float = 0.0  # mean tokens of a response, prompt included
     epochs: int = 1
-    updates: int = 1
-    micro_tokens: int = 8192
+    updates: int = 1  # optimizer updates a step, over all epochs
+    micro_tokens: int = 8192  # of a micro-batch of one shard
     checkpointing: bool = False
     bubble: float | None = None
 

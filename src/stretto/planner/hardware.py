@@ -1,5 +1,4 @@
-"""Peak rates of GPUs and their links, published or from a hardware file. ``stretto plan
---calibrate`` measures such a file. It can also be written by hand."""
+"""Peak rates of GPUs and links: published, measured (``stretto plan --calibrate``) or by hand."""
 
 from __future__ import annotations
 
@@ -115,9 +114,8 @@ class Hardware:
 
 
 def read_hardware(file: str | Path) -> Hardware:
-    """Read GPUs, their links and the assumed efficiency. Raises ConfigError for a fault. ``[gpu]``
-    needs all of its keys. Links default to :meth:`Links.of`, and shares and seconds in
-    ``[assumed]`` to the defaults of their class."""
+    """Read GPUs, links and the assumed efficiency. Raises ConfigError for a fault. ``[gpu]`` needs
+    all keys. Others default to :meth:`Links.of` and :class:`Efficiency`."""
     try:
         tables = changes.read(file)
     except ConfigError as error:

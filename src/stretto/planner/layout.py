@@ -13,17 +13,11 @@ from stretto.planner.hardware import Links
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Devices of a role.
+    """Devices of a role."""
 
-    Attributes:
-        data: shards of the learner (FSDP), or copies of a generator or scorer.
-        tensor: devices that each shard's or copy's matrices are split over (tensor parallelism).
-        stages: the learner's pipeline stages, with equally many layers each (pipeline parallelism).
-    """
-
-    data: int
-    tensor: int = 1
-    stages: int = 1
+    data: int  # shards of the learner (FSDP), or copies of a generator or scorer
+    tensor: int = 1  # devices that split the matrices of each shard or copy (tensor parallelism)
+    stages: int = 1  # of the learner's pipelines, with equally many layers each
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.stages) < 1:
@@ -72,25 +66,18 @@ Sharing = Literal["all", "none", "generators", "learner"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The devices of a run's roles.
-
-    The learner trains actor and critic, one after the other. Unless all roles share devices and
-    take turns, a copy of the critic scores on the devices of the frozen models.
-
-    Attributes:
-        offload: idle roles keep their states in the host's memory.
-        micro_tokens: tokens of a micro-batch of one shard of the learner.
-        prefill_tokens: tokens of a pass without gradients of one generator or scorer.
-    """
+    """The devices of a run's roles. The learner trains actor and critic, one after the other.
+    Unless all roles share devices and take turns, a copy of the critic scores on the devices of the
+    frozen models."""
 
     learner: Mesh
     generator: Mesh
     scorer: Mesh
     sharing: Sharing
-    offload: bool = False
+    offload: bool = False  # idle roles keep their states in the host's memory
     checkpointing: bool = True
-    micro_tokens: int = 8192
-    prefill_tokens: int = 8192
+    micro_tokens: int = 8192  # of a micro-batch of one shard of the learner
+    prefill_tokens: int = 8192  # of a pass without gradients of one generator or scorer
 
     def __post_init__(self) -> None:
         counts = [self.meshes[role].devices for role in self.shared]

@@ -64,25 +64,18 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the measured work: tokens of passes, rows of a matrix, and MB of copies.
+    """Sizes of the measured work: tokens of passes, rows of a matrix, and MB of copies. A
+    ``decode`` point has a number of rows, and initial tokens of each row."""
 
-    Attributes:
-        length: tokens of a sequence in prefills and training.
-        decode: rows, and initial tokens of each row, of each decode point.
-        steps: decode steps that are timed together.
-        moves: MB of broadcasts, and of swaps with the host.
-        repeats: minimum for each point that is not long.
-    """
-
-    length: int = 128
+    length: int = 128  # of a sequence in prefills and training
     prefill: tuple[int, ...] = (128, 512, 1024)
     decode: tuple[tuple[int, int], ...] = ((4, 32), (4, 256), (16, 32), (16, 128), (48, 64))
-    steps: int = 8
+    steps: int = 8  # decode steps that are timed together
     training: tuple[int, ...] = (256, 1024)
     product: int = 2048
     copies: tuple[int, ...] = (1, 256)
-    moves: tuple[int, ...] = (16, 128)
-    repeats: int = 5
+    moves: tuple[int, ...] = (16, 128)  # of broadcasts, and of swaps with the host
+    repeats: int = 5  # minimum for each point that is not long
 
     @classmethod
     def of(cls, device: torch.device) -> Sizes:
@@ -210,9 +203,8 @@ def timed(
     patience_s: float = PATIENCE_S,
     pick: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """Return the seconds of a call, by default the median, without the first call, which warms up.
-    The call is repeated over ``repeats`` times and for ``enough_s``, but not after ``patience_s``.
-    """
+    """Return the seconds of a call, by default the median, after a call that warms up. It is
+    repeated over ``repeats`` times and for ``enough_s``, but not after ``patience_s``."""
     found: list[float] = []
     began_s = time.perf_counter()
     while True:
@@ -361,8 +353,7 @@ def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
 def broadcasts(
     device: torch.device, dtype: torch.dtype, threads: int, sizes: Sizes
 ) -> Iterator[Point]:
-    """Yield weight syncs between two processes, at two bytes a weight, and all-reduces. They use
-    NCCL if each process has a GPU, as in runs, otherwise gloo."""
+    """Yield weight syncs (two bytes a weight) and all-reduces, by NCCL on two GPUs, else gloo."""
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     wire: Wire = "nccl" if several else "gloo"
     devices = ["cpu"] * 2

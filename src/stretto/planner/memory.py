@@ -18,25 +18,21 @@ from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
 
-Parts = Mapping[str, float]
-"""Bytes of a GPU in a phase, by part."""
+Parts = Mapping[str, float]  # bytes of a GPU in a phase, by part
 SYNC = "weight sync"
 PHASES = ("generation", "scoring", "training", SYNC)
 CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
 STATES, SHARE = "learner's states", "vLLM's share"
 
-HALF, SINGLE = 2, 4
-"""Bytes of a bfloat16 and of a float32."""
+HALF, SINGLE = 2, 4  # bytes of a bfloat16 and of a float32
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes of a weight in 4 bits: 64 share a scale in 8 bits, and 256 scales one in float32 (Dettmers
 et al. 2023)."""
 STATE, KEPT = 16, 12
 """Bytes of a trained parameter: master, gradient and two moments of Adam, in float32; and without
 the gradient, which is zeroed, not freed (``training/trained.py``)."""
-BUCKET = 64 * 2**20
-"""Bytes of a bucket in which weights are sent (``cluster.bucket_mb``)."""
-VERSIONS = 3
-"""Weight versions that a layout's learner keeps for other devices: the lag, and 2."""
+BUCKET = 64 * 2**20  # bytes of a bucket in which weights are sent (``cluster.bucket_mb``)
+VERSIONS = 3  # weight versions that a layout's learner keeps for other devices: the lag, and 2
 CONTEXT, COMMUNICATOR = 500 * 10**6, 300 * 10**6
 """Bytes of a process's CUDA context and of a NCCL communicator. Usual sizes, not measured here."""
 SLICE, SLICE_ENTRIES = 256 * 2**20, 1024
@@ -121,9 +117,8 @@ def layer_activation_bytes(
 def activation_bytes(
     shape: Shape, tokens: int, tensor: int, *, checkpointing: bool, frozen: bool = False
 ) -> float:
-    """Return the bytes of activations of a training micro-batch. With checkpointing each layer
-    keeps only its input (2 h a token: Korthikanti et al. 2022, section 5), and one layer at a time
-    its recomputed activations."""
+    """Return the bytes of a training micro-batch's activations. With checkpointing: each layer's
+    input (2 h a token: Korthikanti et al. 2022, section 5), and one recomputed layer."""
     layer = layer_activation_bytes(shape, tokens, tensor, frozen=frozen)
     if not checkpointing:
         return shape.layers * layer
@@ -155,23 +150,15 @@ def bucket_bytes(shape: Shape, *, width: int = HALF, bucket: int = BUCKET) -> fl
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of a device in bytes by part, of all roles that take turns on it.
+    """The memory of a device in bytes by part, of all roles that take turns on it. ``work`` has the
+    parts that each phase adds to ``held``."""
 
-    Attributes:
-        held: parts that are always there.
-        work: parts that each phase adds.
-        scored: the largest part of each kind among scoring passes.
-        width: bytes of a weight in the compute type.
-        bucket: bytes of a bucket.
-        adapters: a trained model's LoRA adapters; ``None`` trains all weights.
-    """
-
-    held: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)  # parts that are always there
     work: Mapping[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    scored: Counter[str] = field(default_factory=Counter)
-    width: int = HALF
+    scored: Counter[str] = field(default_factory=Counter)  # largest of scoring passes
+    width: int = HALF  # bytes of a weight in the compute type
     bucket: int = BUCKET
-    adapters: Adapters | None = None
+    adapters: Adapters | None = None  # of a trained model; None trains all weights
 
     @property
     def adapter_parameters(self) -> int:

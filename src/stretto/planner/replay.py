@@ -32,16 +32,13 @@ from stretto.runtime.sim.simulate import simulate
 from stretto.scoring.responses import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
 
-CPU_TOKEN_BUDGET = 1024
-"""Tokens of a pass on a CPU, if the settings leave it open."""
-FUNCTION = ""
-"""Role name of all reward functions in :meth:`Recording.role_devices`."""
+CPU_TOKEN_BUDGET = 1024  # tokens of a pass on a CPU, if the settings leave it open
+FUNCTION = ""  # role name of all reward functions in :meth:`Recording.role_devices`
 _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
 
 class RoleDevices(NamedTuple):
-    """Devices and threads of all ranks of a role, and the generator that hosts it. A reward
-    function has a process of its own, and no device."""
+    """Devices (none for a function) and threads of all ranks of a role, and its host generator."""
 
     devices: tuple[int, ...]
     threads: int
@@ -190,9 +187,8 @@ class Recording:
         )
 
     def _episodes(self) -> Episodes | None:
-        """Return the turns of all episodes. An unfinished one gets the turns of the next finished
-        one. Forks are left out, because their turns were decoded next to those of the sample they
-        came from."""
+        """Return the turns of all episodes, for unfinished ones those of the next finished one.
+        Forks are left out, because their turns were decoded next to those of their origin."""
         ended = [r for r in self.rollouts if r.finish and r.turns and r.id < FORKS]
         if not ended:
             return None
@@ -320,14 +316,13 @@ class PhaseTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Phases of a run's steps ``first`` to ``last`` of ``taken``. The last phase is the full step.
-    Without a prediction, ``why`` has the reason in one line."""
+    """Phases of a run's steps ``first`` to ``last`` of ``taken``. The last one is the full step."""
 
     phases: Sequence[PhaseTime] = ()
     first: int = 0
     last: int = 0
     taken: int = 0
-    why: str = ""
+    why: str = ""  # reason for no prediction, in one line
 
     @property
     def title(self) -> str:

@@ -152,8 +152,7 @@ class Bounds:
 
 WITHIN = 0.01
 """A candidate is skipped if it could be faster than the best so far by at most this share."""
-ROUNDS, WARM = 6, 2
-"""Weight syncs that are simulated, and how many of them only fill the pipeline."""
+ROUNDS, WARM = 6, 2  # weight syncs that are simulated, and how many of them only fill the pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,22 +221,15 @@ def _group(role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best plans of each kind, and how complete the search was.
-
-    Attributes:
-        baseline: the best with all roles on all GPUs, one after another, or ``None`` if none fits.
-        runnable: the best that ``stretto train`` can run, or ``None`` if there is none.
-        unfit: examined candidates that do not fit into memory.
-        bound_s: lower bound on the step seconds of candidates skipped for lack of time.
-    """
+    """The best plans of each kind, and how complete the search was."""
 
     best: tuple[PlanResult, ...]
-    baseline: PlanResult | None
-    runnable: PlanResult | None
+    baseline: PlanResult | None  # the best with all roles on all GPUs, in turns, if one fits
+    runnable: PlanResult | None  # the best that ``stretto train`` can run, if any
     candidates: int
     simulated: int
-    unfit: int
-    bound_s: float
+    unfit: int  # examined candidates that do not fit into memory
+    bound_s: float  # lower bound on the steps of candidates skipped for lack of time
     seconds: float
 
 

@@ -20,8 +20,7 @@ from stretto.observe.report.runs import LoadedRun
 from stretto.observe.report.timeline import bars, waits
 from stretto.observe.trace import TracedStep
 
-MAX_RUNS = style.RUNS
-"""Number of distinguishable colours. With more runs, only outcomes are shown."""
+MAX_RUNS = style.RUNS  # Number of distinguishable colours. With more runs, only outcomes are shown.
 
 SAMPLES_PER_S = "perf/samples_per_s"
 
@@ -34,11 +33,8 @@ TIMELINE_CHARS = 3_000_000
 SAMPLE_CHARS = 2_000_000
 """Most characters of the samples of all runs. Beyond it, every n-th step's are shown."""
 
-_POINTS = 1000
-"""Most points of a curve. A longer one is averaged over stretches of equal length."""
-
-_RESOLUTION = 20_000
-"""Time resolution of a timeline, in parts of a step."""
+_POINTS = 1000  # Most points of a curve. A longer one is averaged over stretches of equal length.
+_RESOLUTION = 20_000  # time resolution of a timeline, in parts of a step
 
 _BINS_PER_DOUBLING = 3
 
@@ -155,9 +151,8 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
 
 
 def length_edges(longest: int) -> list[int]:
-    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling. Bin i
-    holds lengths from edge i up to, but not including, edge i + 1. The last ends with ``longest``.
-    """
+    """Return edges of bins for 0 to ``longest`` tokens, three to a doubling. Bin i ends below edge
+    i + 1, the last one with ``longest``."""
     powers = (round(2 ** (power / _BINS_PER_DOUBLING)) for power in count(1))
     edges = [0, 1]
     while edges[-1] <= longest:

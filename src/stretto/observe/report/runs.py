@@ -1,5 +1,4 @@
-"""Runs as a report reads them: their records, missing records, and results. Results are win-rate
-against KL, and both against how off-policy the runs were."""
+"""Runs as a report reads them: records, missing records, and results by KL and off-policyness."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from stretto.observe.trace import Trace, TracedStep
 OFF_POLICY = "schedule.weight_sync_interval"
 """The setting N: batches generated, and then trained on, with one version of the weights."""
 
-LAST_SHARE = 10
-"""The reward of a run is the mean over the last tenth of its steps."""
+LAST_SHARE = 10  # the reward of a run is the mean over the last tenth of its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +212,7 @@ def last_reward(run: LoadedRun) -> float | None:
 
 
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
-    """Return settings that differ among runs with settings, with each run's value or ``None``.
-    ``out``, ``seed`` and ``observe`` are left out."""
+    """Return differing settings but ``out``, ``seed`` and ``observe``, with each run's value."""
     known = [run.settings for run in runs if run.settings]
     shown = sorted({key for settings in known for key in settings} - {"out", "seed"})
     return [
@@ -241,9 +238,8 @@ def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
-    """Return win-rates with the KL [nats a response] of the same samples and the run's index. They
-    are grouped by judge and SFT model, because win-rates by different judges, and distances to
-    different models, are not comparable."""
+    """Return win-rates with the KL [nats a response] of the same samples and the run's index, in
+    groups by judge and SFT model, because different groups are not comparable."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for index, run in enumerate(runs):
         for figures in (record["figures"] for record in run.evaluations):
@@ -298,8 +294,7 @@ def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     return charts
 
 
-_LATER = ("Perplexity", "KL", "Win-rate")
-"""Charts after the reward's, last one first."""
+_LATER = ("Perplexity", "KL", "Win-rate")  # charts after the reward's, last one first
 
 
 def _achieved(run: LoadedRun) -> dict[str, float]:

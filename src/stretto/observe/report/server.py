@@ -19,8 +19,7 @@ from stretto.observe.run_directory import RunDirectory
 
 HOST = "127.0.0.1"
 
-POLL_MS = 2000
-"""Milliseconds between a page's polls for updates."""
+POLL_MS = 2000  # milliseconds between a page's polls for updates
 
 _NAMES = frozenset({HOST, "localhost", "::1"})
 

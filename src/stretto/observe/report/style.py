@@ -14,12 +14,10 @@ def asset(name: str) -> str:
 _STYLE = tomllib.loads(asset("report.toml"))
 _COLOURS: Sequence[Mapping[str, str]] = (_STYLE["light"], _STYLE["dark"])
 
-KINDS: Mapping[str, str] = _STYLE["kinds"]
-"""Titles of kinds of work."""
+KINDS: Mapping[str, str] = _STYLE["kinds"]  # titles of kinds of work
 PALE_KINDS = ("prefill", "load", "migrate", "send")
 """Kinds of work with pale colours, which need dark text."""
-CAUSES: Mapping[str, str] = _STYLE["causes"]
-"""Titles of causes of idle time."""
+CAUSES: Mapping[str, str] = _STYLE["causes"]  # titles of causes of idle time
 HATCHINGS: Mapping[str, str] = _STYLE["hatchings"]
 """Lines of each cause's hatching, in a square of 7."""
 RUNS = sum(name.startswith("run-") for name in _COLOURS[0])

@@ -16,12 +16,10 @@ from stretto.observe.spans import ENVIRONMENT, Span
 from stretto.observe.trace import TracedStep
 from stretto.observe.waiting import profile
 
-MAX_BARS = 300
-"""Most bars of a role. Beyond it, neighbours of one kind are joined."""
+MAX_BARS = 300  # Most bars of a role. Beyond it, neighbours of one kind are joined.
 
 _JOINED_GAP = 1 / 1000
-_SMALLEST_WAIT = 1 / 2000
-"""Shortest wait to show, as a share of its step."""
+_SMALLEST_WAIT = 1 / 2000  # shortest wait to show, as a share of its step
 
 _NAME_CHARS = 14
 _WIDTH, _LEFT, _RIGHT = 960, 112, 20

@@ -29,8 +29,7 @@ from stretto.pipelines.problem import Problem
 
 Name = Literal["actor", "critic"]
 NAMES: tuple[Name, Name] = ("actor", "critic")
-_TOLERANCE = 1e-3
-"""Largest error of the cut model's hidden states, relative to the largest state."""
+_TOLERANCE = 1e-3  # largest error of the cut model's hidden states, relative to the largest state
 
 
 class Stage(nn.Module):
