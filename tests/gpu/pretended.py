@@ -131,6 +131,8 @@ class Accesses:
 
 
 STORAGES: dict[int, Accesses] = {}
+STREAMS: set[Stream] = set()
+"""Streams that have worked."""
 
 
 def access(name: str, reads: list[Tensor], writes: list[Tensor], fresh: list[Tensor]) -> None:
@@ -138,6 +140,7 @@ def access(name: str, reads: list[Tensor], writes: list[Tensor], fresh: list[Ten
     stream = current_stream()
     with LOCK:
         advance(stream.clocks, HOST)
+        STREAMS.add(stream)
         count = stream.clocks[stream] = stream.clocks.get(stream, 0) + 1
         for tensor in fresh:
             STORAGES[storage_key(tensor)] = Accesses()
@@ -177,8 +180,7 @@ class Graph:
 
 
 @contextmanager
-def capture(graph: Graph, stream: Stream | None = None, **options: Any) -> Iterator[None]:
-    side = stream or Stream()
+def capture(graph: Graph, pool: Any, side: Stream, **options: Any) -> Iterator[None]:
     side.wait_stream(current_stream())
     with stream_context(side):
         LOCAL.recording = graph.steps
@@ -399,7 +401,6 @@ def _install() -> None:
         "Stream": Stream,
         "stream": stream_context,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: DEFAULT,
         "CUDAGraph": Graph,
         "graph": capture,
         "synchronize": lambda *args: host_waits("synchronize"),

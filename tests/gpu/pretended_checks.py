@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Meeting, open_store
 
+PRIORITIES = {"sync": [0, 0], "rlhfuse": [-1, -1, -1, -1, 0, 0]}
+"""Of the streams of a run: -1 of each engine and its captures, 0 of the default, scorers and
+learner. ``sync`` has one thread for all roles, and the scorers of ``rlhfuse`` use the engines'.
+"""
 SMALL = {**contracts.SMALL, "tie_word_embeddings": True}
 
 
@@ -41,6 +46,12 @@ def check_ppo(folder: Path, preset: str, **sections: Any) -> None:
         config = settings(folder, model=model, schedule={"preset": preset}, steps=3, **sections)
         _, result = run(config, Path(out))
         print(preset, result.steps)
+    priorities = sorted(stream.priority for stream in pretended.STREAMS)
+    assert priorities == PRIORITIES.get(preset, [-1, -1, 0, 0, 0]), priorities
+
+
+def check_engines(folder: Path) -> None:
+    check_ppo(folder, "rlhfuse", rollout={"engines": 2})
 
 
 def check_lora(folder: Path) -> None:
@@ -100,6 +111,26 @@ def plant_targets_on_cpu() -> None:
         return replace(plain(self, device), targets=self.targets)
 
     MicroBatch.to = moved  # type: ignore[method-assign]
+
+
+def plant_no_wait_for_results() -> None:
+    """Leave out that the default stream follows a call."""
+    _without_wait(lambda waiting, other: waiting is pretended.DEFAULT)
+
+
+def plant_no_wait_for_callers() -> None:
+    """Leave out that a call follows the default stream."""
+    _without_wait(lambda waiting, other: other is pretended.DEFAULT)
+
+
+def _without_wait(left_out: Callable[[Any, Any], bool]) -> None:
+    plain = pretended.Stream.wait_stream
+
+    def wait(waiting: Any, other: Any) -> None:
+        if not left_out(waiting, other):
+            plain(waiting, other)
+
+    pretended.Stream.wait_stream = wait  # type: ignore[method-assign, assignment]
 
 
 def main(folder: str, name: str, fault: str = "") -> None:

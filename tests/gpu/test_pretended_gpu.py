@@ -27,7 +27,7 @@ def checked(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["contracts", "sync", "oppo", "async", "lora", "offload", "weight_sync"]
+    "name", ["contracts", "sync", "oppo", "async", "engines", "lora", "offload", "weight_sync"]
 )
 def test_code_for_gpus_runs_on_the_pretended_gpu(name: str, tiny_folder: Path) -> None:
     result = checked(tiny_folder, name)
@@ -43,3 +43,13 @@ def test_a_tensor_left_on_the_cpu_fails_on_the_pretended_gpu(tiny_folder: Path) 
     result = checked(tiny_folder, "sync", "targets_on_cpu")
     assert result.returncode == 1
     assert "Expected all tensors to be on the same device, cuda:0 and cpu" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["no_wait_for_results", "no_wait_for_callers"])
+def test_a_hand_over_without_its_wait_fails_on_the_pretended_gpu(
+    fault: str, tiny_folder: Path
+) -> None:
+    result = checked(tiny_folder, "async", fault)
+    assert result.returncode == 1
+    assert "a tensor of another stream without a wait for it" in result.stderr

@@ -908,9 +908,13 @@ def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     current: list[Any] = []
+    sides: list[Any] = []
     modes = []
 
     class Stream:
+        def __init__(self, priority: int) -> None:
+            self.priority = priority
+
         def wait_stream(self, other: Any) -> None:
             pass
 
@@ -923,7 +927,8 @@ def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
             current[0] = before
 
     class Graph:
-        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
+        def __init__(self, graph: Any, pool: Any, side: Stream, capture_error_mode: str) -> None:
+            sides.append(side)
             assert devices._CAPTURES.locked()
             assert not gc.isenabled()  # what is freed during a capture can make it invalid
             modes.append(capture_error_mode)
@@ -934,16 +939,21 @@ def test_a_capture_minds_its_own_thread_alone_and_leaves_the_stream(
         def __exit__(self, *error: object) -> None:  # as torch's, which then leaves its stream
             raise RuntimeError("the capture is invalid")
 
-    main = Stream()
+    main = Stream(-1)
     current.append(main)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
-    with pytest.raises(RuntimeError, match="invalid"):
-        devices.CudaBackend(torch.device("cuda", 0)).capture(lambda: (torch.ones(1),), None)
-    assert modes == ["thread_local"]
+    backend = devices.CudaBackend(torch.device("cuda", 0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="invalid"):
+            backend.capture(lambda: (torch.ones(1),), None)
+    assert modes == ["thread_local"] * 2
+    assert sides[0] is sides[1]  # their pool's memory is the stream's
+    assert sides[0] is not main
+    assert sides[0].priority == -1
     assert current == [main]
     assert gc.isenabled()
     assert not devices._CAPTURES.locked()

@@ -26,6 +26,45 @@ from stretto.models.mapped import final_dtype
 Outputs = tuple[Tensor, ...]
 
 
+class RoleStream:
+    """The order between the calls of roles that work on threads; a CPU needs no more than this.
+
+    - A call follows all calls of all roles that had returned before it began.
+    - Calls in progress at the same time do not follow each other.
+    - The caller's stream, on which everything but roles works, follows a call that has returned.
+
+    So arguments and results need no events of their own. The caller's stream is the one that was
+    current when this was made, usually the default stream.
+    """
+
+    def call(self) -> AbstractContextManager[object]:
+        """Return the context of one call. Its result is passed on after the end of the context."""
+        return nullcontext()
+
+    def follow(self) -> None:
+        """Let the caller's stream follow all that the role has begun, calls in progress too."""
+
+
+class CudaRoleStream(RoleStream):
+    """A CUDA stream of a role. Hand-overs from role to role go through the caller's stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, callers: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._callers = callers
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(self._callers)
+            try:
+                yield
+            finally:
+                self.follow()
+
+    def follow(self) -> None:
+        self._callers.wait_stream(self._stream)
+
+
 class Backend:
     """A CPU; :class:`CudaBackend` has what is different on a GPU.
 
@@ -101,6 +140,10 @@ class Backend:
     def new_stream(self) -> Any:
         return None
 
+    def role_stream(self, *, urgent: bool = False) -> RoleStream:
+        """Return a new stream for a role, whose kernels go before others' if it is ``urgent``."""
+        return RoleStream()
+
     def begun(self) -> Any:
         """Mark what the device has begun, for :meth:`copy` to wait for."""
         return None
@@ -114,7 +157,9 @@ class Backend:
         return nullcontext()
 
     def read_on(self, stream: Any, tensor: Tensor) -> Tensor:
-        """Return a tensor of another stream, whose memory stays until this one has read it."""
+        """Return a tensor of another stream, whose memory stays until this one has read it.
+        ``None`` is the current stream.
+        """
         return tensor
 
     def synchronize(self) -> None:
@@ -175,6 +220,7 @@ class CudaBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._capturing: Any = None
         _turn_off_cudnn_attention()
 
     def fastest_dtype(self, threads: int) -> tuple[torch.dtype, str]:
@@ -233,6 +279,10 @@ class CudaBackend(Backend):
     def new_stream(self) -> Any:
         return torch.cuda.Stream(self.device)
 
+    def role_stream(self, *, urgent: bool = False) -> RoleStream:
+        stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+        return CudaRoleStream(stream, torch.cuda.current_stream(self.device))
+
     def begun(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
@@ -243,7 +293,7 @@ class CudaBackend(Backend):
             yield
 
     def read_on(self, stream: Any, tensor: Tensor) -> Tensor:
-        tensor.record_stream(stream)
+        tensor.record_stream(stream or torch.cuda.current_stream(self.device))
         return tensor
 
     def synchronize(self) -> None:
@@ -280,7 +330,9 @@ class CudaBackend(Backend):
         before = torch.cuda.current_stream()
         # torch leaves its own stream in place where a capture fails at its end: hence the second.
         with _CAPTURES, _no_collection(), torch.cuda.stream(before):
-            side = torch.cuda.Stream()
+            # One stream for all captures, as their pool's memory is the stream's. Kernels of a
+            # graph have the priority of the stream that captured them.
+            side = self._capturing = self._capturing or torch.cuda.Stream(priority=before.priority)
             side.wait_stream(before)
             with torch.cuda.stream(side):  # lazy allocations and handles come before the capture
                 for _ in range(2):
@@ -288,7 +340,7 @@ class CudaBackend(Backend):
             before.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # The default mode would fail where a scorer or learner uses the GPU in another thread.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 outputs = run()
         return graph, outputs
 

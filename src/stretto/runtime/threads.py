@@ -21,6 +21,7 @@ from stretto.assembly.parts import trained_models
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
+from stretto.models.backend import backend_of, pick_device
 from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Ready
@@ -140,12 +141,18 @@ class ThreadWorkers:
         if not knobs.overlaps(len(names)):
             return dict.fromkeys((*names, "scorers", LEARNER), self._thread("main", config.threads))
         generating, scoring, training = share_cores(config.schedule, len(names), self._cores)
-        threads = {name: self._thread(name, generating) for name in names}
+        # Scoring and training fill the gaps of decoding, whose steps are short.
+        stream = backend_of(pick_device(config.model.device)).role_stream
+        threads = {
+            name: self._thread(name, generating, stream=stream(urgent=True)) for name in names
+        }
         # Without lag nothing is decoded again before all is scored: what is left has the cores.
         busy = knobs.trains_beside or config.schedule.threads
         beside, alone = list(threads.values()), 0 if busy else self._cores
-        threads["scorers"] = self._thread("scorers", scoring, beside=beside, alone=alone)
-        return {**threads, LEARNER: self._thread("learner", training)}
+        threads["scorers"] = self._thread(
+            "scorers", scoring, beside=beside, alone=alone, stream=stream()
+        )
+        return {**threads, LEARNER: self._thread("learner", training, stream=stream())}
 
     def _thread(self, name: str, threads: int, **options: Any) -> WorkerThread:
         thread = WorkerThread(name, threads, **options)

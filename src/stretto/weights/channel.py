@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stretto.errors import EngineError
+from stretto.models.backend import backend_of
 from stretto.types import WeightsRef
 
 
@@ -49,8 +50,11 @@ class SharedChannel:
         self._keep(ref.model, {**self._offered.get(ref.model, {}), ref.version: tensors})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
+        """Return the tensors of a ticket for the current stream, and drop older versions."""
         tensors, versions = self.kept(ref), self._offered[ref.model]
         self._keep(ref.model, {v: t for v, t in versions.items() if v >= ref.version})
+        for tensor in tensors.values():  # a later version may free it while it is being copied
+            backend_of(tensor.device).read_on(None, tensor)
         return tensors
 
     def kept(self, ref: WeightsRef) -> Mapping[str, Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from stretto.errors import LifecycleError
+from stretto.models.devices import RoleStream
 from stretto.models.threads import interrupt, set_threads
 from stretto.types import Reply
 from stretto.workers.drive import in_caller
@@ -31,8 +32,15 @@ class WorkerThread:
     """A thread with a queue of calls, and CPU threads for their tensor work; 0: torch's choice."""
 
     def __init__(
-        self, name: str, threads: int, *, beside: Sequence[WorkerThread] = (), alone: int = 0
+        self,
+        name: str,
+        threads: int,
+        *,
+        beside: Sequence[WorkerThread] = (),
+        alone: int = 0,
+        stream: RoleStream | None = None,  # of calls on a GPU, if not the default stream
     ) -> None:
+        self.stream = stream or RoleStream()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Workers that work at the same time should share the cores out, as threads that wait for
         # each other spin. A call that begins while none beside works has `alone` so many.
@@ -58,7 +66,8 @@ class WorkerThread:
             if future.cancelled():
                 return
             try:
-                result = call()
+                with self.stream.call():
+                    result = call()
             except Interrupted:
                 raise
             except StopIteration as error:  # which a future refuses to hold
@@ -115,6 +124,7 @@ class CallerThread:
 
     def __init__(self, worker: WorkerThread) -> None:
         self._worker = worker
+        self.stream = worker.stream
 
     async def run(self, call: Callable[[], T]) -> T:
         """Make a call after all calls that the worker was asked for before; return its result."""
@@ -192,6 +202,7 @@ class ThreadExecutor:
         return getattr(self.service, method)(*args)
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        self._thread.stream.follow()
         return [self.ask(method, *args)]
 
     async def restart(self) -> None:
