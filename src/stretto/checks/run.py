@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def check_run(
     config: Config, overrides: Overrides | None = None, *, ask_hub: bool = True
 ) -> Task | None:
-    """Refuse a reinforcement learning run that is known to fail, with a StrettoError. Checks
+    """Refuse a reinforcement learning run that will fail, with a StrettoError. Checks
     settings, libraries, devices, models, data, rewards and memory, and, if ``ask_hub``, that the
     hub has all that must be fetched. Returns the opened task, or ``None`` if rows must be fetched.
     """
@@ -88,7 +88,7 @@ def check_run(
 
 
 def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = True) -> None:
-    """Refuse a supervised run that is known to fail; see :func:`check_run`."""
+    """Refuse a supervised run that will fail, as :func:`check_run` does."""
     _check_observation(config.observe)
     _check_device(config.model)
     name = config.data.name
@@ -105,7 +105,7 @@ def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = T
 def check_measured(
     config: Config, model: str, *, rows: bool = True, sources: Collection[str] = (), sft: str = ""
 ) -> None:
-    """Refuse a measurement that is known to fail; see :func:`check_run`."""
+    """Refuse a measurement that will fail, as :func:`check_run` does."""
     _check_device(config.model)
     for name in filter(None, (model, sft)):
         _check_model(name, config.model)

@@ -43,7 +43,7 @@ class State(NamedTuple):
     rank: Ints  # of each task in the order
     held: Ints  # memory on the device before the task at each place starts
     stale: Flags  # scratch: tasks to recompute, all false between calls
-    moved: Flags  # scratch: dependants of the task that is moved back, all false between calls
+    moved: Flags  # scratch: dependants of the task to move back, all false between calls
     later: Ints  # scratch: the tasks in ``moved``
     old_order: Ints  # scratch: a part of the previous order
 

@@ -76,7 +76,7 @@ def solve(
         seed: of the random numbers. A seed fixes the order of tries. Their number depends on the
             machine.
         threads: number of parallel searches.
-        memory: a peak that is low enough to stop, once the latency is at the bound.
+        memory: a peak low enough to stop at, once the latency is at the bound.
         keep_interrupted: return the best schedule so far, if any, on Ctrl-C.
         search: improves the incumbent until its deadline, given the seed and the threads.
     """

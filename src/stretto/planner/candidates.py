@@ -49,7 +49,7 @@ class PlanSpec:
 
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)  # tokens of a learner's micro-batches
-SPLITS = 64  # Most sizes of a role that are tried. With more GPUs, roles get full nodes.
+SPLITS = 64  # Most sizes of a role to try. With more GPUs, roles get full nodes.
 STAGES = (1, 2, 4, 8, 16)  # pipeline stages of a learner, on paper
 Kind = tuple[str, str, bool]  # the sharing of GPUs, the schedule, and whether it is on paper
 BASELINE = ("all", "sync")
@@ -303,7 +303,7 @@ def cost_of_learner(spec: PlanSpec, layout: Layout, bubble: float | None = None)
 
 
 def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerRole]:
-    """Return the scorers that are models. Each generator on shared devices has its own copies."""
+    """Return the scoring models. Each generator on shared devices has its own copies."""
     models, devices = spec.models, layout.devices["scorers"]
     hosted = layout.sharing in ("all", "generators")
     named: list[tuple[str, ScoreKind, Shape | None]] = [

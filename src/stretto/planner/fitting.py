@@ -83,7 +83,7 @@ def memory_plan(
             trains all.
         models: parameters by model; if empty, ``parameters`` for each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
-        in_4bit: parameters, without adapters, that are in 4 bits.
+        in_4bit: parameters in 4 bits, without adapters.
     """
     models = models or dict.fromkeys(ROLES, parameters)
     for count in (parameters, *([] if adapters is None else [adapters]), *models.values()):

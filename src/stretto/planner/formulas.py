@@ -116,7 +116,7 @@ def generator_cost(
     New weights cost nothing here. Raises ConfigError if keys and values have no room.
 
     Args:
-        tensor: devices that it is split over.
+        tensor: devices over which it is split.
         length: mean prompt tokens, which a prefilled token attends to.
         free_bytes: of a device, for keys and values; ``None``: all but the weights.
     """

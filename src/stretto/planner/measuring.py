@@ -70,12 +70,12 @@ class Sizes:
     length: int = 128  # of a sequence in prefills and training
     prefill: tuple[int, ...] = (128, 512, 1024)
     decode: tuple[tuple[int, int], ...] = ((4, 32), (4, 256), (16, 32), (16, 128), (48, 64))
-    steps: int = 8  # decode steps that are timed together
+    steps: int = 8  # decode steps timed together
     training: tuple[int, ...] = (256, 1024)
     product: int = 2048
     copies: tuple[int, ...] = (1, 256)
     moves: tuple[int, ...] = (16, 128)  # of broadcasts, and of swaps with the host
-    repeats: int = 5  # minimum for each point that is not long
+    repeats: int = 5  # minimum for each short point
 
     @classmethod
     def of(cls, device: torch.device) -> Sizes:
@@ -131,7 +131,7 @@ class MeasuredModel:
 
 def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) -> MeasuredModel:
     """Return a model of the run's shape, or of the largest that fits here with its micro-batches.
-    ``say`` is told of a replacement. Nothing is downloaded. Raises ModelError if none fits."""
+    ``say`` gets a note on a replacement. Nothing is downloaded. Raises ModelError if none fits."""
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     wanted, reason = config.model.name, ""
@@ -204,7 +204,7 @@ def timed(
     pick: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
     """Return the seconds of a call, by default the median, after a call that warms up. It is
-    repeated over ``repeats`` times and for ``enough_s``, but not after ``patience_s``."""
+    timed at least ``repeats`` times and for ``enough_s``, but not after ``patience_s``."""
     found: list[float] = []
     began_s = time.perf_counter()
     while True:

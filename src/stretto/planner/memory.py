@@ -66,7 +66,7 @@ def state_bytes(shape: Shape, mesh: Mesh) -> float:
 
 
 def weight_bytes(shape: Shape, tensor: int, width: int = HALF) -> float:
-    """Return the bytes of a tensor-parallel device's weights that are not trained."""
+    """Return the bytes of a tensor-parallel device's weights, if they are not trained."""
     matrices = shape.layers * (shape.layer_parameters - 2 * shape.hidden) / tensor
     return width * shape.held(tensor) - (shape.in_4bit and (width - NF4) * matrices)
 
@@ -153,7 +153,7 @@ class DeviceMemory:
     """The memory of a device in bytes by part, of all roles that take turns on it. ``work`` has the
     parts that each phase adds to ``held``."""
 
-    held: Counter[str] = field(default_factory=Counter)  # parts that are always there
+    held: Counter[str] = field(default_factory=Counter)  # permanent parts
     work: Mapping[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     scored: Counter[str] = field(default_factory=Counter)  # largest of scoring passes
     width: int = HALF  # bytes of a weight in the compute type
@@ -202,7 +202,7 @@ class DeviceMemory:
         Args:
             tokens: of a micro-batch.
             synced: the models whose weights are sent at one time.
-            versions: published versions of the weights that are kept.
+            versions: kept versions of published weights.
             copies: weights to compute with are always there, in addition to float32 masters.
             shared: the models that use another model's frozen weights.
             values: the critic, its last model, computes values in the scoring phase.
@@ -263,7 +263,7 @@ class DeviceMemory:
         Args:
             tokens: of a pass without gradients.
             learner: the learner that sends its weights; ``None`` for a frozen model.
-            rows: responses that are decoded together; ``None`` for a model that scores.
+            rows: responses decoded together, or ``None`` for a model that scores.
             positions: tokens of each response, prompt included.
             logits: a scoring model computes log-probs.
             rests: weights are on the device only in their phase: a scorer's are kept on the host, a

@@ -152,7 +152,7 @@ class Bounds:
 
 WITHIN = 0.01
 """A candidate is skipped if it could be faster than the best so far by at most this share."""
-ROUNDS, WARM = 6, 2  # weight syncs that are simulated, and how many of them only fill the pipeline
+ROUNDS, WARM = 6, 2  # simulated weight syncs, and how many of them only fill the pipeline
 
 
 @dataclass(frozen=True, slots=True)

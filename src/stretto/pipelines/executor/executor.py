@@ -214,7 +214,7 @@ class Stopwatch:
 
 class Outbox:
     """Sends in progress. A tensor is kept until it is sent, and no longer. For gloo a thread waits
-    for each send, because only waiting shows that it is done."""
+    for each send, because only waiting shows its completion."""
 
     def __init__(self) -> None:
         self._waits = ThreadPoolExecutor(1) if dist.get_backend() == "gloo" else None
