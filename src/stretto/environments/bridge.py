@@ -40,13 +40,7 @@ _WHAT_TO_DO = (
 
 
 class _Case(NamedTuple):
-    """Properties of a conversation that a template's output may depend on.
-
-    Attributes:
-        role: of a message after the turn.
-        reasoned: whether the policy wrote its reasoning.
-        system: whether there is a system message.
-    """
+    """Properties that may change a template's output: next role, reasoning, system message."""
 
     role: str
     reasoned: bool
@@ -139,10 +133,10 @@ class Bridge:
             self._prove(role)
 
     def of(self, arguments: Mapping[str, Any]) -> Bridge:
-        """Return the bridge for a row's template arguments.
+        """Return the bridge for a row's template arguments. TaskError if it does not work with
+        them.
 
-        The template is probed again, because it may render turns differently. Raises TaskError if
-        it does not work with these arguments.
+        The template is probed again, because it may render turns differently.
         """
         if not arguments:
             return self
@@ -377,10 +371,7 @@ class Bridge:
                 yield [first, _Exchange(final, case.reasoned)]
 
     def _goes_on(self, turns: Sequence[_Exchange], system: bool) -> bool:
-        """Whether each rendering extends the one before, and the last ends as bridged.
-
-        Also true for conversations that the template refuses or breaks earlier.
-        """
+        """Whether each rendering extends the last, and ends as bridged. True if one is refused."""
         said = [_SYSTEM, QUESTION] if system else [QUESTION]
         standing = self._rendered([], before=said)
         goes_on = True

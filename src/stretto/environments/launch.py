@@ -1,4 +1,4 @@
-"""Calls a user's program in the process that it runs in."""
+"""Calls a user's program in the current process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def launch(
 ) -> Any:
     """Run a program and return its result.
 
-    It gets those of ``base_url``, ``api_key`` and ``http_client`` that it names. With ``**extra``
-    it gets the first two. The HTTP client is for OpenAI's.
+    It gets ``base_url`` and ``api_key`` if it names them or takes ``**extra``, and if it names it,
+    ``http_client`` (for OpenAI's library).
     """
     made: Any = program() if inspect.isclass(program) else None
     function = program if made is None else made.run

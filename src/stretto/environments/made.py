@@ -33,7 +33,7 @@ class EnvConfig(dict[str, Any]):
 
 
 def config_for(factory: Any, settings: Mapping[str, Any]) -> Any:
-    """Return ``environment.settings`` as the dataclass in the hint of ``env_config``, if any.
+    """Convert settings to the dataclass hinted for ``env_config``, or to :class:`EnvConfig`.
 
     Raises ConfigError if the dataclass lacks a setting.
     """
@@ -90,7 +90,7 @@ def is_verl(thing: Any) -> bool:
 class VerlTool:
     """An object of verl's BaseTool, with an instance for each episode.
 
-    Raises ConfigError for a class that cannot be constructed, or has no schema.
+    Raises ConfigError for a class without a schema, or one that cannot be constructed.
     """
 
     def __init__(self, source: str, tool: Any, settings: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[s
     """Return tools or environment factories in the form of ``environment.sources``.
 
     At most ``most`` TRL environments of a kind are alive at a time (0: no limit). Raises
-    ConfigError for tools together with environments, and for tools that are not functions.
+    ConfigError for tools together with environments, and for tools other than functions.
     """
     if tools and environment_factory is not None:
         raise ConfigError(

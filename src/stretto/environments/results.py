@@ -36,8 +36,13 @@ class Step:
 
 @dataclass
 class Opening:
-    """Changes to the prompt: ``text`` for the last user message, messages to append, or a new
-    ``conversation``. ``tools`` are schemas of this episode.
+    """Changes to the prompt.
+
+    Attributes:
+        text: appended to the last user message.
+        messages: appended to the conversation.
+        conversation: replaces the prompt.
+        tools: schemas of this episode.
     """
 
     text: str = ""
@@ -47,10 +52,7 @@ class Opening:
 
 
 def as_text(value: Any) -> str:
-    """Return a result as text for the policy: a string unchanged, anything else as JSON.
-
-    Values without a JSON form become their ``str()``. Invalid Unicode is replaced.
-    """
+    """Return a string unchanged, anything else as JSON or ``str()``, always valid Unicode."""
     if isinstance(value, bytes | bytearray):
         return bytes(value).decode(errors="replace")
     text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
@@ -62,10 +64,7 @@ def error_text(said: str) -> str:
 
 
 def read_step(result: Any) -> Step:
-    """Read the result of ``step``, in any of the shapes of docs/episodes.md.
-
-    Raises RewardError for other shapes, and for a reward that is not a finite number.
-    """
+    """Read the result of ``step`` (shapes of docs/episodes.md). RewardError if malformed."""
     if result is None:
         raise RewardError("it returned None; it must return an observation, or say 'done'")
     if isinstance(result, tuple):

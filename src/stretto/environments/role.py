@@ -441,9 +441,7 @@ class EnvironmentRole:
 def limit_of(response: Response, turns: int, began_s: float, config: EnvironmentConfig) -> str:
     """Return the limit that makes the last turn of a response the episode's last, or ``''``.
 
-    Args:
-        turns: answered before this one.
-        began_s: start of the episode, by the monotonic clock.
+    ``turns`` were answered before this one. ``began_s`` is by the monotonic clock.
     """
     if response.finish is FinishReason.LENGTH:
         sampling = response.sampling
@@ -474,7 +472,7 @@ def _begun(live: _Live, opening: Answer) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message], text: str) -> list[Message]:
-    """Append a text to the last message if that is the user's, or else add a user message."""
+    """Append a text to the last message if it is the user's, or else add a user message."""
     if messages and messages[-1]["role"] == "user":
         last = Message(**{**messages[-1], "content": messages[-1]["content"] + text})
         return [*messages[:-1], last]

@@ -1,4 +1,4 @@
-"""Sessions: match each request of a program to the sample that it continues.
+"""Sessions: match each request of a program to the sample it continues.
 
 A program that runs its own loop sends complete conversations or token ids. Known tokens are never
 tokenised again. A request *extends* the sample whose tokens are its prefix. Without such a sample
@@ -206,7 +206,7 @@ class Session:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """Return the tokens of a conversation. It reuses the tokens of one that it continues.
+        """Return the tokens of a conversation. Tokens of a known beginning are reused.
 
         Raises EngineError if the template rewrites those and ``on_break = 'refuse'``, and
         ConfigError if it cannot render conversations.

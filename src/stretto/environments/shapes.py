@@ -154,7 +154,7 @@ def not_made(name: str, error: Exception) -> ConfigError:
 
 
 def unknown_environment(name: str, sort: str) -> ConfigError:
-    """Return the error for an object that is no environment, tool or program."""
+    """Return the error for an object that is neither environment, tool nor program."""
     return ConfigError(
         f"`environment.sources`: '{name}' is {sort} of no known shape. Known:\n{SHAPES}\nGive a "
         "class and not an object of it. A function that makes environments says so by its return "
@@ -166,10 +166,7 @@ def unknown_environment(name: str, sort: str) -> ConfigError:
 def recognise(
     named: Mapping[str, Any], run: Runner, settings: Row = MappingProxyType({})
 ) -> Source:
-    """Make a source of the objects in ``environment.sources``.
-
-    Raises ConfigError if their shape is unknown, or if they cannot be combined.
-    """
+    """Make a source of named objects. ConfigError for unknown or incompatible shapes."""
     tools = {name: thing for name, thing in named.items() if _is_tool(thing)}
     if len(tools) == len(named):
         return _functions(tools, run, settings)
@@ -464,7 +461,7 @@ def _failed_step(place: str) -> dict[str, Any]:
 
 
 class _Made(Episode):
-    """An environment that is made for one episode and closed after it."""
+    """An environment made for one episode and closed after it."""
 
     def __init__(self, factory: Any, row: Row, run: Runner, settings: Row) -> None:
         self._factory, self._row, self._run = factory, row, run

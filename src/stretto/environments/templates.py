@@ -1,7 +1,7 @@
 """Capabilities of a chat template (tools, calls, results), and fallbacks for missing ones.
 
-Tools that it does not render are listed in the system message, or in the first user message without
-a system role. Calls become content in Hermes' format, and results a user message.
+Unrendered tools are listed in the system message, or in the first user message without a system
+role. Calls become content in Hermes' format, and results a user message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOOL = {
 
 
 class Shape:
-    """Capabilities of a chat template, and conversion of messages to a form that it takes.
+    """Capabilities of a chat template, and conversion of messages to its form.
 
     Attributes:
         form: format of calls.

@@ -77,7 +77,7 @@ def needs_main_thread(thing: Any) -> bool:
 
 
 def _sets_alarm(function: Any, seen: set[CodeType]) -> bool:
-    """Whether the code of a function, or of functions that it names, sets an alarm."""
+    """Whether the code of a function, or of functions named in it, sets an alarm."""
     if hasattr(function, "__wrapped__") and _sets_alarm(function.__wrapped__, seen):
         return True
     function = getattr(function, "__func__", function)

@@ -23,10 +23,7 @@ Tool = Callable[..., Any]
 
 
 def schema_of(function: Tool, source: str) -> dict[str, Any]:
-    """Return a function's JSON schema: name, description and parameters.
-
-    Raises ConfigError if hints or the docstring, in Google's style, lack one of them.
-    """
+    """Return a function's JSON schema. ConfigError without hints or Google-style docstring."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:

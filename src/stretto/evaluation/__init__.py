@@ -1,7 +1,4 @@
-"""Measures of a policy: right answers, win-rates, drift from the SFT model.
-
-A policy answers held-out prompts once, and all measures use the same responses.
-"""
+"""Measures of a policy on one set of answers to held-out prompts: accuracy, win-rates, drift."""
 
 from stretto.evaluation.gold import WinRate, open_gold
 from stretto.evaluation.harness import Benchmark, benchmark

@@ -148,8 +148,8 @@ def completed_episodes(
     """Decode rollouts with different ids turn by turn. Yield each episode once it has ended.
 
     Turns that end together are answered together, while the engine is idle. The engine must hold no
-    other live rollouts. Closing the iterator closes the remaining episodes. Raises the
-    environment's EpisodeLostError.
+    other live rollouts. Closing the iterator closes the remaining episodes. EpisodeLostError
+    passes.
 
     Args:
         sampling: of all responses. Its ``max_turn_tokens`` must be above 0.

@@ -125,8 +125,8 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
     """Make a function that judges pairs, each in both orders. Nothing is sent yet.
 
     The function raises JudgeError if a question is refused or not answered in time, or if no pair
-    has two verdicts. This one raises MissingExtraError without the library, and ConfigError for
-    OpenAI's own endpoint without a key.
+    has two verdicts. This one raises MissingExtraError, or ConfigError for OpenAI's endpoint
+    without key.
     """
     require("openai", "judge", "an LLM judge")
     from openai import AsyncOpenAI

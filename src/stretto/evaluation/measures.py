@@ -54,9 +54,8 @@ SEED = 1000
 repeat training's questions. Only ``task.held_out`` keeps a prompt out of training."""
 
 PATIENCE = 2000
-"""Rows of a procedural task (over the share held out) without a new prompt, after which it is
-assumed to have no more. One of 200 equally frequent prompts is missed with a probability of 4e-5.
-"""
+"""Rows of a procedural task (over the share held out) without a new prompt, after which there are
+assumed to be none. The probability to miss one of 200 equally frequent prompts is 4e-5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Shapes: T sampled tokens of a response, n rows, q tokens per row of a streamed p
 Streamed scoring is OPPO's intra-step overlap, here also for reference and critic, and not in
 lockstep with decoding. Tokens run through the model as they arrive, so that little is left to do
 when a rollout ends. As in the engine, the newest token is not cached. It runs with the tokens after
-it, so that a hidden state is in the same pass as the token that it predicts.
+it, so that a hidden state and the token predicted by it are in one pass.
 """
 
 from __future__ import annotations

@@ -184,11 +184,11 @@ SIGNATURES = "\n".join(f"  {c.library:9} {c.form}" for c in CONVENTIONS)
 
 
 class Recognised(NamedTuple):
-    """A function's convention, and the dataset columns that it uses.
+    """A function's convention and dataset columns.
 
     Attributes:
-        columns: columns that it reads. None: all.
-        required: columns that it cannot do without.
+        columns: columns to pass. None: all.
+        required: columns without which it cannot be called.
         environments: whether it takes the environments' objects. Without any it is a column.
     """
 
@@ -343,9 +343,9 @@ class Log:
         self._of_samples[str(column)] = listed
 
     def metric(self, name: str, value: Any) -> None:
-        """Log a number for all samples, as TRL's ``log_metric``. Several are averaged.
+        """Log a finite number for all samples, as TRL's ``log_metric``. Several are averaged.
 
-        A value that is not a finite number is dropped, so that it does not cost the scores.
+        Other values are dropped, because an error would cost the scores.
         """
         with suppress(RewardError):
             number = as_number(value)
@@ -374,8 +374,9 @@ def one_by_one(
     entry: Callable[[Any], Verdict] = _number,
     loop: _Loop | None = None,
 ) -> Run:
-    """Score each sample separately, so that an error concerns only one. Awaitable results are
-    awaited together in ``loop``, up to :data:`ASKED_TOGETHER` at a time.
+    """Score each sample separately, so that an error concerns only one.
+
+    Awaits up to :data:`ASKED_TOGETHER` results at a time in ``loop``.
     """
 
     def judge(sample: Sample) -> Verdict:

@@ -116,7 +116,7 @@ class FunctionScorer(ResponseScorer):
         return list(map(self._score, responses, texts, self._ask_all(responses, texts)))
 
     def sample(self, response: Response) -> Payload:
-        """Return the function's input. Raises RewardError for a column that is not JSON."""
+        """Return the function's input. Raises RewardError for a column without a JSON form."""
         return self._payload(response, self._text(response))
 
     def failure(self, response: Response, why: str) -> str:
@@ -239,10 +239,7 @@ def _as_text(value: Any) -> Any:
 
 
 def locate(source: RewardSource) -> dict[str, str]:
-    """Return a function's location (:func:`stretto.outside.locate`), or a server's URL.
-
-    Raises ConfigError if there is no such file or module, or if the URL is not safe.
-    """
+    """Return a function's location, or a server's URL. ConfigError if missing or unsafe."""
     if source.kind == "server":
         from stretto.scoring.remote import check_url
 

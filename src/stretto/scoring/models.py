@@ -133,7 +133,7 @@ def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenS
 class RewardModelScorer(ModelScorer):
     """A scalar from a sequence classifier, for prompt and response together.
 
-    A causal model is read at the last token, whatever token that is. Other models run on complete
+    A causal model is read at the last token, whichever it is. Other models run on complete
     sequences. With the actor's tokenizer, the model reads the sampled tokens. With another one, it
     reads the conversation as text (``retokenise.py``), and tokens that were read during decoding
     are rolled back if the complete response has other ones.
@@ -141,10 +141,10 @@ class RewardModelScorer(ModelScorer):
     Args:
         given_ends: the actor's end tokens, for responses that were not sampled.
         episodes: whether responses have several turns. With another tokenizer they are read at
-            their end, as messages, because a template may render a turn differently before others.
+            their end, as messages, because later turns may change how a template renders a turn.
 
     Attributes:
-        rolled_back_tokens: tokens read so far that were rolled back.
+        rolled_back_tokens: tokens read so far and rolled back.
     """
 
     def __init__(

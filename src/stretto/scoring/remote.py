@@ -60,8 +60,8 @@ class _BusyError(RewardError):
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for a URL without a host, for unencrypted texts to another machine, and for
-    parts that may be secret, because records and messages contain the URL.
+    """Raise ConfigError for a URL without host, for unencrypted texts to another machine, and for
+    secret parts, because records and messages contain the URL.
     """
     place = urlsplit(url)
     if "@" in place.netloc or place.query or place.fragment:

@@ -96,10 +96,9 @@ def response_text(
     sampled: BoolArray | None = None,
     joints: Mapping[int, str] | None = None,
 ) -> str:
-    """Decode a response without special tokens. Each turn ends before its stop string.
+    """Decode a response without special tokens, each turn up to its stop string.
 
-    Args:
-        sampled, joints: as in :class:`~stretto.types.Response`. Context between turns is not cut.
+    ``sampled`` and ``joints`` are as in :class:`~stretto.types.Response`. Context is not cut.
     """
     ids = list(tokens)
 

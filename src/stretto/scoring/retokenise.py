@@ -174,10 +174,8 @@ class ConversationReader:
 class StablePrefix:
     """The tokens of a growing text without its last words, which may still change.
 
-    Each call tokenises the new text and some context, so that the work is linear in the length.
-
-    Args:
-        held: characters at the end that may be cut off when the text ends (a stop string).
+    Each call tokenises the new text and some context, so that the work is linear in the length. The
+    last ``held`` characters may be cut off when the text ends (a stop string).
     """
 
     def __init__(self, encode: Encode, held: int = 0) -> None:

@@ -84,7 +84,7 @@ class StreamingScorer:
         with outside.raising(self._code, SETTING):
             result = getattr(self._reward, method)(argument)
         if iscoroutine(result):
-            result.close()  # otherwise Python warns that it was never awaited
+            result.close()  # otherwise Python warns about a missing await
             raise self._refused(f"{method} must be a plain method, not `async def`", result)
         return result
 

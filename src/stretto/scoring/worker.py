@@ -13,9 +13,9 @@ to standard error. The process ends with its parent, whatever it is doing.
           or  {"at": index, "error": text}
           {"done": null, or an error of the complete list}                             comes last
 
-An input line is ``{"request": number, "body": as above}``. An output line also has ``"request"``,
-the number that it answers, and ``"pid"``, the sender's process id. Verdicts come in any order. If
-``"value"`` is null, the function does not apply to the sample.
+An input line is ``{"request": number, "body": as above}``. An output line also has the answered
+``"request"``, and ``"pid"``, the sender's process id. Verdicts come in any order. If ``"value"`` is
+null, the function does not apply to the sample.
 
 A task's sample is ``{"index", "fingerprint", "response"}``. A function's is ``{"prompt", "asked",
 "response", "tokens", "data", "state"}``, in which "asked" is the row's own text or messages. In an

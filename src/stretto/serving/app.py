@@ -70,11 +70,7 @@ P = TypeVar("P")
 
 @dataclass
 class _Form:
-    """The form of answers (see :class:`_Call`).
-
-    Attributes:
-        prefix, kind: of answers' ids, and OpenAI's type of the objects. Empty for vLLM's form.
-    """
+    """The form of answers (see :class:`_Call`). ``prefix`` (of ids) and ``kind`` are '' for vLLM's."""
 
     choice: Callable[[Piece, bool], dict[str, Any]]
     prefix: str = ""
@@ -374,10 +370,7 @@ class Server:
         most: int | None,
         form: _Form,
     ) -> Response:
-        """Submit a request and return the answer, or begin to stream it.
-
-        If ``most`` is None, an answer may fill the rest of the context.
-        """
+        """Submit a request. Without ``most``, an answer may fill the rest of the context."""
         client, options = self._client(http), asked.options
         in_session = isinstance(client, Session)
         self._check_model(client, asked.model)

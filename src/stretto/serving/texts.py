@@ -13,11 +13,7 @@ _UNFINISHED = "\ufffd"
 
 
 class GrowingText:
-    """A text without special tokens, which ends before the first of some stop strings.
-
-    Attributes:
-        stopped_by: the stop string that occurred, or ``None``.
-    """
+    """A text without special tokens, cut before its first stop string (``stopped_by``)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
@@ -39,9 +35,7 @@ class GrowingText:
         return len(tokens)
 
     def take(self, *, last: bool = False) -> str:
-        """Return the text since the last call, except a possible beginning of a stop string or of a
-        character. With ``last``, return that, too.
-        """
+        """Return new text. Unless ``last``, hold back beginnings of stop strings and characters."""
         if last and self.stopped_by is None:
             self._extend(last=True)
         end = len(self._text)
@@ -76,11 +70,7 @@ class GrowingText:
 
 
 def _matched(string: str, borders: Sequence[int], text: str, matched: int = 0) -> int:
-    """Return the length of a string's longest prefix that ends a text (Knuth, Morris, Pratt).
-
-    Args:
-        matched: the same for the text before.
-    """
+    """Return how much of a string's start a text ends with (KMP), if ``matched`` came before."""
     for character in text:
         while matched and string[matched] != character:
             matched = borders[matched - 1]

@@ -1,7 +1,4 @@
-"""A task: rows with prompts, and optionally a verifier of answers.
-
-Verifiers extract an answer from a response, and may compare it as mathematics.
-"""
+"""Tasks: rows with prompts, and optionally a verifier, which may compare answers as mathematics."""
 
 from __future__ import annotations
 
@@ -112,10 +109,7 @@ class Task(ABC):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Properties of the rows by name. Another opening with the same rows has the same ones.
-
-        Fingerprints begin with :data:`SHA256`.
-        """
+        """Properties of the rows by name, equal for equal rows. Hashes begin with ``sha256:``."""
         return {"number of rows": str(len(self))}
 
     @property

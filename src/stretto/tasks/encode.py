@@ -159,9 +159,7 @@ class Encoder:
         return list(map(self._escaped, value)) if isinstance(value, list) else value
 
     def marked(self, turns: Iterable[Message], **options: Any) -> tuple[list[int], list[bool]]:
-        """Return a conversation's tokens, and whether each is in a ``{% generation %}`` block,
-        which marks the assistant's text. Options and errors are as in :meth:`chat`.
-        """
+        """Return tokens, and whether each is the assistant's by the template (see :meth:`chat`)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.tokenizer

@@ -46,10 +46,7 @@ _SHAREGPT = {
 
 
 def cell_of(row: Row, column: str) -> Any:
-    """Return a cell. Dots lead into nested objects (``reward_model.ground_truth``).
-
-    Raises KeyError if the row lacks it.
-    """
+    """Return a cell (``a.b`` in nested objects). Raises KeyError if the row lacks it."""
     if column in row or "." not in column:
         return row[column]
     value: Any = row
@@ -94,10 +91,7 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
 
 
 def as_demonstration(value: Any) -> str | tuple[Message, ...]:
-    """Return a demonstration cell as text or messages.
-
-    Raises TaskError if it is neither, or has no assistant turn in plain text.
-    """
+    """Return a demonstration as text or messages. TaskError without a plain assistant turn."""
     if isinstance(value, str) and value.strip():
         utf8(value)
         return value
@@ -116,10 +110,7 @@ def as_demonstration(value: Any) -> str | tuple[Message, ...]:
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """Return a cell, or a single message, as messages. Empty if it is something else.
-
-    Raises TaskError if a message has parts other than text.
-    """
+    """Return a cell's messages, or none for other cells. TaskError for parts other than text."""
     entries = [value] if isinstance(value, Mapping) else value
     messages = list(map(_as_message, entries)) if isinstance(entries, list) else []
     return tuple(m for m in messages if m) if all(messages) else ()

@@ -121,10 +121,7 @@ class PromptLayout:
         return render(row, task, self._tokenizer, encoder=self._encoder, section="data")
 
     def response(self, prompt: Prompt, text: str) -> tuple[int, ...]:
-        """Return a response's tokens, including the end token.
-
-        Raises TaskError if the chat template renders the prompt differently with an answer.
-        """
+        """Return a response's tokens and end token. TaskError if it changes the rendered prompt."""
         if prompt.messages is None:
             read, at = self._encoder.escape(prompt.text + text), len(prompt.text)
             said = self._after(read[:at], prompt.tokens, read[at:], special=True)
@@ -137,10 +134,7 @@ class PromptLayout:
         return tuple(turn_of(ids, self._ends) or [*ids, self._end])
 
     def example(self, prompt: Prompt, completion: str | tuple[Message, ...]) -> Example:
-        """Return a prompt and its completion, of which the assistant's turns are trained.
-
-        Raises TaskError like :meth:`response`.
-        """
+        """Return a prompt and completion to train on. Raises TaskError like :meth:`response`."""
         start = len(prompt.tokens)
         if prompt.messages is None or isinstance(completion, str):
             assert isinstance(completion, str)
