@@ -70,7 +70,9 @@ P = TypeVar("P")
 
 @dataclass
 class _Form:
-    """The form of answers (see :class:`_Call`). ``prefix`` (of ids) and ``kind`` are '' for vLLM's."""
+    """The form of answers (see :class:`_Call`). ``prefix`` (of ids) and ``kind`` are OpenAI's, or
+    empty.
+    """
 
     choice: Callable[[Piece, bool], dict[str, Any]]
     prefix: str = ""
