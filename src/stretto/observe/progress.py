@@ -65,7 +65,8 @@ class NoProgress(Progress):
 
 
 class PlainProgress(Progress):
-    """One flushed line a step, for files, pipes and CI, and lines about longer work."""
+    """One flushed line a step, for files, pipes and continuous integration. Other work gets lines
+    too, once there was no line for :data:`FIRST_S`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -110,7 +111,8 @@ class PlainProgress(Progress):
 
 
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
-    """Describe a run in three lines, followed by notes on settings with surprising effects."""
+    """Describe a run in three lines, with facts about the model and the place of the results,
+    followed by notes on settings with surprising effects."""
     remarks = config.remarks if isinstance(config, Config) else ()
     if isinstance(config, Config):
         rollout, schedule, training = config.rollout, config.schedule, config.training

@@ -37,7 +37,8 @@ class Growing:
         self._inode, self._size = 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records, rereading only a cut or replaced file. May raise StateError."""
+        """Return all records, reading only new lines unless the file was cut or replaced. Raises
+        StateError if a line is no step record."""
         if not self._file.is_file():
             return []
         with self._file.open("rb") as stream:

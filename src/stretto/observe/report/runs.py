@@ -212,7 +212,8 @@ def last_reward(run: LoadedRun) -> float | None:
 
 
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
-    """Return differing settings but ``out``, ``seed`` and ``observe``, with each run's value."""
+    """Return settings that differ among runs, without ``out``, ``seed`` and ``observe``, with each
+    run's value, or ``None`` if a run lacks it."""
     known = [run.settings for run in runs if run.settings]
     shown = sorted({key for settings in known for key in settings} - {"out", "seed"})
     return [
