@@ -59,7 +59,7 @@ class Place(Protocol):
     starts: int
 
     def start(self) -> None:
-        """Start it unless it runs. Raises ConfigError for wrong sources, or ProcessLostError."""
+        """Start it unless it runs. ConfigError for wrong sources, ProcessLostError at a restart."""
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
         """Send a request. Answers come in any order. May raise ProcessLostError."""

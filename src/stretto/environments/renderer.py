@@ -28,10 +28,7 @@ def open_bridge(
     end_tokens: frozenset[int] = frozenset(),
     stop: Sequence[str] = (),
 ) -> Bridge:
-    """Return the bridge of the chat template, or else of a renderer.
-
-    Raises ConfigError if neither can parse tool calls, or the template does not work.
-    """
+    """Return the template's bridge, or else a renderer's. ConfigError if neither parses calls."""
     try:
         return Bridge(encoder, tools, end_tokens, stop)
     except ConfigError as error:

@@ -303,10 +303,7 @@ class EnvironmentRole:
         return cast(Message, {**others, "content": kept})
 
     async def _ask(self, live: _Live, body: Mapping[str, Any] | None) -> Answer:
-        """Return the answer to a turn, or for ``None`` the opening.
-
-        If the process is lost, restore the episode in another one, and ask once more.
-        """
+        """Return the answer to a body (None: the opening). After a loss, restore and retry once."""
         how = ""
         for _ in range(2):
             try:

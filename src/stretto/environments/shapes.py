@@ -117,7 +117,7 @@ Home = tuple[ObjectThread, Any]
 
 
 class Factory:
-    """A factory of environments. A first object is made at once if only it tells the shape.
+    """A factory of environments. If only an object tells the shape, the first is made at once.
 
     Attributes:
         makes: class of the environments.

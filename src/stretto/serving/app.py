@@ -70,9 +70,7 @@ P = TypeVar("P")
 
 @dataclass
 class _Form:
-    """The form of answers (see :class:`_Call`). ``prefix`` (of ids) and ``kind`` are OpenAI's, or
-    empty.
-    """
+    """The form of answers (see :class:`_Call`): OpenAI's ``kind`` with a ``prefix``, or vLLM's."""
 
     choice: Callable[[Piece, bool], dict[str, Any]]
     prefix: str = ""

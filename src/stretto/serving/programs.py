@@ -32,10 +32,7 @@ class _Quiet(uvicorn.Server):
 
 
 class ProgramServer:
-    """Answers the programs' requests while it is running.
-
-    Every request must bring the sessions' key, a token of the run that programs receive.
-    """
+    """Answers programs' requests, which must bring the sessions' key, while it is running."""
 
     def __init__(
         self,

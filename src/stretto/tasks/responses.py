@@ -64,10 +64,7 @@ def continued(
 
 
 def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Cut a turn after its last end token. Empty if it has none.
-
-    Templates put a line break after the end token, which is never sampled.
-    """
+    """Cut a turn after its last end token and before the template's line break, or return []."""
     ended = [i for i, token in enumerate(ids) if token in ends]
     return list(ids[: ended[-1] + 1]) if ended else []
 

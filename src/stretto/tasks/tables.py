@@ -44,8 +44,7 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """Return the rows of ``config.name``, cut to ``config.size`` if it is set.
 
     Local files are read again each time, without network or cache. Raises TaskError if the dataset
-    is missing, unreadable, too short, or lacks the split, and MissingExtraError without its
-    library.
+    is missing, unreadable, too short, or lacks the split. May raise MissingExtraError.
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
     local = is_local(config.name)
