@@ -146,8 +146,9 @@ def no_split(name: str, split: str, known: Iterable[str]) -> TaskError:
 
 
 def _read_folder(path: Path, split: str) -> Any:
-    """Read a folder's files of a split by name, with or without a number
-    (``train-00000-of-00002.parquet``), in order. Read all if no file is named after a split.
+    """Read a folder's files of a split, with or without a number
+    (``train-00000-of-00002.parquet``), in order of their names. ``train`` reads all if no file is
+    named after a split.
     """
     files = sorted(file for file in path.iterdir() if format_of(file))
     if not files:
