@@ -161,8 +161,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """Yield a scratch folder that replaces ``target`` once it is complete and on disk.
 
     An existing ``target`` stays until then, and is exchanged in one step if the system supports
-    that. If the body fails, ``target`` stays and the scratch folder is removed. Raises OSError if
-    the system refuses.
+    that. If the body fails, ``target`` stays and the scratch folder goes. OSError if refused.
     """
     target = target.resolve()
     scratch = target.with_name(f"{target.name}.tmp")

@@ -1,5 +1,4 @@
-"""Names of settings and commands in messages, for each interface: shell, Python, files, TRL
-scripts.
+"""Names of settings and commands in messages, by interface: shell, Python, files, TRL scripts.
 
 A message quotes a setting as `training.lr` or `training.lr = 1e-5`, and a command as it is typed in
 a shell: `stretto train --resume runs/tiny-001`. An error keeps these quotes, so that it can cross
@@ -77,8 +76,8 @@ class Python(TomlFile):
         takes_settings: whether the function also takes each setting as ``section__name``.
         calls: Python calls by the prefix of the command line that they replace.
         equal: in scripts, maps settings to keywords with the same values, and some ``setting =
-            value`` to exact words. Other values are worded as in files, with the keyword that
-            they follow from.
+            value`` to exact words. Other values are worded as in files, with the keyword that they
+            follow from.
     """
 
     keywords: Collection[str]

@@ -94,8 +94,8 @@ class Replaceable(Protocol):
 
         The new process has no rollouts, and no weights until the next :meth:`load`. Calls in
         progress on the old one end with an error, or with an answer that must be ignored. Roles in
-        the schedule's own process are never restarted. Raises RoleLostError if the new process died
-        or could not start.
+        the schedule's own process are never restarted. RoleLostError if the new one dies or cannot
+        start.
         """
 
 

@@ -53,8 +53,7 @@ def make_chunk(
 class World:
     """The script, the log with times and the clock that the roles of a run share.
 
-    It is a schedule's :class:`~stretto.protocols.Tracer`, and :meth:`next_prompt` its source of
-    prompts.
+    It is a schedule's :class:`~stretto.protocols.Tracer`. :meth:`next_prompt` gives it prompts.
 
     Args:
         lengths: response tokens by rollout id, repeated if there are more rollouts.
@@ -178,8 +177,7 @@ class FakeEnvironment:
 
 
 class FakeGenerator:
-    """A generator that decodes a token a second for all rollouts. Token t of rollout i is ``100 i +
-    t``.
+    """A generator with a token a second for all rollouts. Token t of rollout i is ``100 i + t``.
 
     Its methods are those of :class:`~stretto.protocols.Generator`. Accepting rollouts of another
     generator takes a second.
@@ -357,8 +355,7 @@ class FakeLearner:
     Attributes:
         seconds: duration of a step.
         version: the last published version.
-        mean_score: the mean reward that it reports, which controllers follow. It may be changed
-            between steps.
+        mean_score: the mean reward that it reports to controllers. It may be changed between steps.
     """
 
     def __init__(self, world: World, seconds: float = 2.0) -> None:

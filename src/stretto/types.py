@@ -120,8 +120,7 @@ class FinishReason(StrEnum):
     """Why a response ended: an end token or stop string, or the token limit.
 
     The engine sets it. It is never inferred from padding. In an episode an end token or stop string
-    ends a turn, and the response then waits for its environment. A limit, also of a turn, ends
-    both.
+    ends a turn, and the response waits for its environment. Any limit ends both.
     """
 
     STOP = "stop"
@@ -141,8 +140,7 @@ class Chunk:
         finish: why the rollout, or its turn, ended with this chunk. ``None`` while it continues.
         sampled: [t], true if the policy sampled the token. ``None``: it sampled all of them.
         top_logprobs: for each token, the likeliest tokens at its place with their
-            log-probabilities,
-            in descending order. Empty if not requested.
+            log-probabilities, in descending order. Empty if not requested.
     """
 
     rollout_id: int
@@ -156,8 +154,8 @@ class Chunk:
 
 
 class Decoded(NamedTuple):
-    """Result of a decode call: a chunk of each rollout that advanced, and the decode steps.
-    Single rollouts may have taken part in fewer steps.
+    """Result of a decode call: a chunk of each rollout that advanced, and the decode steps. Single
+    rollouts may have taken part in fewer steps.
     """
 
     chunks: Sequence[Chunk]
@@ -225,8 +223,7 @@ class Observation:
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
             or ``seconds``. Empty while it continues.
         messages: the turn as a message, and the messages that answer it.
-        left: messages of the sample whose turn it was, if another one continues. That sample only
-            gets its own turn.
+        left: messages of the sample whose turn it was, if another continues. It only gets its turn.
         max_turn_tokens: limit of the next turn if below the run's, else 0.
         stop: strings that end that turn, in addition to the run's.
         record: plain data on calls: names, arguments, statuses, seconds, errors.
@@ -316,8 +313,8 @@ class WeightsRef:
     Attributes:
         model: ``actor`` or ``critic``.
         version: number of preceding weight syncs.
-        fingerprint: of the tensors at the learner. The loading role computes it again and raises
-            an error if the two differ.
+        fingerprint: of the tensors at the learner. The loading role computes it again and raises an
+            error if the two differ.
         channel: location of the tensors. Empty if both sides share memory and none are sent.
     """
 
@@ -475,10 +472,8 @@ class ScorerInfo:
         follows: the trained model whose weights it loads at each weight sync. Empty if frozen.
         streams: whether it works on rollouts before they end. Otherwise it gets complete ones.
         reads_text: whether it reads prompts' text, messages and data in addition to tokens.
-        worthwhile_tokens: number of tokens that make a call worth its fixed cost. It gets fewer
-            only if a role waits.
-        whole_episodes: whether it scores an episode once, on the sample that ends it, instead of
-            each of its samples.
+        worthwhile_tokens: tokens that make a call worth its fixed cost. Fewer only if a role waits.
+        whole_episodes: whether it scores an episode once, on the sample that ends it.
     """
 
     name: str

@@ -169,8 +169,8 @@ def align(
         folder: created if necessary. The settings are written into it.
         pairs: Prompts that the tuned model answers twice, for the gold reward to choose.
         samples: Limit of held-out prompts in the evaluation.
-        reference_column: Column with the reference responses of the win-rate. Default: the task's
-            own answers.
+        reference_column: Column with the win-rate's reference responses. Default: the task's own
+            answers.
         sft, reward, train: changes of each stage's settings, as in :func:`train`.
     """
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
@@ -231,8 +231,8 @@ def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
 
     The value in the settings is on the gold reward's scale, which a Bradley-Terry model does not
     keep. For 'replace' it is the mean training reward minus two standard deviations, so that an
-    unended response is worth as little as the worst ended ones. For 'subtract' it is the two
-    deviations.
+    unended response is worth as little as the worst ended ones. For 'subtract' it is the deviations
+    alone.
     """
     if rule.missing_eos == "off":
         return rule.missing_eos_penalty

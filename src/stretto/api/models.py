@@ -56,8 +56,7 @@ def evaluate(
     **changes: Any,
 ) -> EvalResult:
     """Return pass@1 and the mean score of a model's greedy answers to a task's prompts, judged by
-    the task's verifier, like ``stretto eval`` without further options. :func:`measure` has other
-    metrics.
+    the task's verifier, like plain ``stretto eval``. :func:`measure` has other metrics.
 
     Args:
         settings: As in :func:`train`. They name the task.
@@ -94,8 +93,7 @@ def measure(
         settings, model, samples, dataset, changes: as in :func:`evaluate`.
         win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
             reward model or the run of one), 'file.py:function', or 'task'; or by several of them.
-        sft: KL to this model (the policy's initial model, or the run of it), and its perplexity on
-            the policy's samples.
+        sft: KL to this model (the initial policy, or its run), and its perplexity on the samples.
         judge: An LLM judge for a win-rate.
         reference_column: Column with the reference responses: text, or a conversation that ends
             with the assistant's turn. Without it: the task's own answers.

@@ -82,8 +82,7 @@ class PlanOptions:
     Attributes:
         gpus: Number of GPUs. A plan uses all of them.
         hardware: A file with the GPUs' performance, instead of --gpu.
-        model_shape: A known model, folder or config.json whose shape the actor has. Default:
-            model.name.
+        model_shape: Known model, folder or config.json with the actor's shape. Default: model.name.
         reward_shape: The same for the reward model. 'actor' for the actor's.
         prompt_tokens: Mean tokens of a prompt. 0 assumes some.
         response_tokens: Median and 95th percentile of response tokens, per turn in episodes.

@@ -389,8 +389,7 @@ def resume(
 
     Args:
         run: its folder. A run with objects cannot be resumed from its folder alone.
-        progress, on_step, changes: as in :func:`train`. Only settings in :data:`RESUMABLE` may
-            change.
+        progress, on_step, changes: as in :func:`train`, for settings in :data:`RESUMABLE`.
     """
     before = recipes.load(RunDirectory.open(run).config_file)
     resumed = begin(changed(before, changes), resume=run)
@@ -404,8 +403,8 @@ def sft(
     """Fine-tune a language model on demonstrations, like ``stretto sft``.
 
     Args:
-        settings: its settings, a recipe's name, a ``.toml`` file or a run's folder. Default: the
-            default settings.
+        settings: an ``SftConfig``, recipe name, ``.toml`` file or run folder. Empty is the default
+            settings.
         progress, changes: as in :func:`train`.
     """
     return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)

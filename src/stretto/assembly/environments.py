@@ -44,8 +44,7 @@ def open_environment(
     overrides: Overrides = NO_OVERRIDES,
     judges: Sequence[FunctionScorer] = (),
 ) -> Environment | None:
-    """Open the environment that answers turns. Returns ``None`` without one: a response is one
-    turn.
+    """Open the environment that answers turns. ``None`` without one: responses are single turns.
 
     From then on the prompts describe its tools. Raises ConfigError if a source is missing or of an
     unknown kind, or if the chat template cannot continue after an answer.

@@ -124,10 +124,8 @@ class RoleFactory:
             actor: on the CPU, for an engine that keeps its own weights.
             rows: maximum number of rollouts decoded at a time.
             end_tokens: end a response. By default those of the model and the tokenizer.
-            channel: delivers new weights. With a channel, an engine that keeps its own weights has
-                none
-                until the first :meth:`~stretto.rollout.base.Engine.load`. Otherwise it gets the
-                    actor's.
+            channel: delivers new weights. With one, an engine with its own weights has none until
+                the first :meth:`~stretto.rollout.base.Engine.load`, otherwise the actor's.
             overridden: whether the actor is the caller's object instead of the one in the settings.
             threads: CPU threads, for engines that manage their own. 0 is the engine's default.
         """
@@ -215,8 +213,7 @@ class RoleFactory:
         """Open a reward source that is code. Functions given by name run in their own process.
 
         ``columns`` are the dataset's. ``environment``: whether an environment can score, too.
-        Raises ConfigError if the function is missing or unusable, TaskError if the task has no
-        verifier.
+        ConfigError if the function is missing or unusable, TaskError if the task has no verifier.
         """
         config, given = self.config, functions.get(source.name)
         if source.kind == "scorer" or isinstance(given, StreamingReward):

@@ -298,8 +298,7 @@ def command_report(
         runs: Run directories. The others are compared with the first.
         out: File for the page. Default: report.html, unless only --timeline is given.
         step: Step whose timeline is shown. Default: one from the middle.
-        timeline: File for an SVG picture of the step, with the runs below each other on one time
-            axis.
+        timeline: File for an SVG picture of the step, with all runs on one time axis.
     """
     with working(on_stderr, "reading the runs"):
         loaded = reports.load(runs)

@@ -180,18 +180,14 @@ def command_chat(
     standard input is a turn.
 
     Args:
-        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
-            Of
-            a run, it takes the policy of the newest checkpoint during training, and the trained
-            model afterwards.
+        model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder
+            (the newest checkpoint during training, then the trained model).
         system: A system message. Needs a chat template.
         max_new_tokens: Token limit of an answer.
-        max_model_len: Token limit of the conversation. 0: 4096, or fewer if the model has fewer
-            positions.
+        max_model_len: Token limit of the conversation. 0: 4096, or the model's positions if fewer.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
             type hints and a docstring; may be repeated. Answers, with calls and results, then
-                appear
-            only when they are complete.
+            appear when complete.
         dtype: Type to compute in. auto: a run's own, else bfloat16 if the hardware is faster with
             it, else float32.
     """

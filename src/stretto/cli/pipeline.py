@@ -47,8 +47,7 @@ class Options:
         tokens: Tokens in a micro-batch.
         teraflops: Teraflops that a device achieves.
         communication_us: Microseconds from one stage to the next.
-        capacity: Hard limit of each device's activation memory, in GiB with sizes, in the file's
-            unit with a file.
+        capacity: Hard limit of each device's activation memory, in GiB, or in a file's own unit.
         seconds: Longest search, in seconds.
         seed: Seed of the search's random numbers.
         threads: Searches at the same time.

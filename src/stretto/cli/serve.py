@@ -69,8 +69,7 @@ def command_serve(
         engine: Engine that generates. Vllm needs the extra 'vllm'.
         slots: Answers decoded at a time.
         queue: Limit of requests that wait for a slot. Further ones are refused with status 429.
-        max_model_len: Tokens of prompt and answer. 0: 4096, or fewer if the model has fewer
-            positions.
+        max_model_len: Tokens of prompt and answer. 0: 4096, or the model's positions if fewer.
         seed: Seed of requests that have none.
         template_arguments: An argument of the chat template, for example enable_thinking=false; may
             be repeated. A request's chat_template_kwargs take precedence.

@@ -117,8 +117,7 @@ class Knobs:
         return self.works("migrate", engines)
 
     def hosts_scorers(self, engines: int) -> bool:
-        """Return whether each engine has replicas of the model scorers, for when it has nothing to
-        decode.
+        """Return whether engines have replicas of the model scorers, for when nothing is to decode.
 
         Scorers that stream have their own worker, because they work while all engines decode.
         """
@@ -186,8 +185,7 @@ _RULES: Mapping[str, tuple[str, ...]] = {
 class Settings:
     """The settings of :class:`~stretto.schedules.schedule.Schedule`.
 
-    :class:`ScheduleConfig` and :class:`~stretto.config.RolloutConfig` explain fields of the same
-    names.
+    Fields are explained in :class:`ScheduleConfig` and :class:`~stretto.config.RolloutConfig`.
 
     Attributes:
         steps: batches in the run. No round starts for later steps.
@@ -195,8 +193,7 @@ class Settings:
             failed on them. With more the run stops.
         group_at_least: scored responses that a prompt needs. With fewer, all are dropped.
         reward_weights: factor of each reward source. ``None`` for 1 each.
-        restarts: replacements for each generator's or scorer's process. With 0, losing one ends
-            the run.
+        restarts: replacements for each generator's or scorer's process. 0: losing one ends the run.
         episodes: sampling of the turns of episodes, if there is an environment.
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.

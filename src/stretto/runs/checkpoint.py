@@ -228,15 +228,12 @@ class Checkpointer:
     - Staging copies the state that training changes, so that training continues during the write.
       It waits for the write if memory is too short for a copy.
     - One checkpoint is written at a time. With ``observe.checkpoint_every`` the next one waits.
-      With
-      ``observe.checkpoint_minutes`` it moves to the first step after the write.
+      With ``observe.checkpoint_minutes`` it moves to the first step after the write.
     - A run without a checkpoint takes one after :data:`FIRST_MINUTES`.
     - One follows the last step in either case, and replaces all earlier ones.
-    - A failed write, for example on a full disk, is reported and does not end the run. Earlier
-      checkpoints stay.
+    - A failed write (full disk) is reported and does not end the run. Earlier checkpoints stay.
 
-    As a context manager it must be left while the event loop runs, because it waits for the write
-    in progress.
+    Leave the context while the event loop runs, because it waits for the write in progress.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ def saved_at_the_end(
 
     - StoppedError ends the block like an error but is not raised further.
     - A signal during saving waits for it. A second one, or one after Ctrl-C, does not wait.
-    - An interruption or error is raised again, after a line that says where the model is or why
-      it was not saved.
+    - An interruption or error is raised again, after a line that says where the model is or why it
+      was not saved.
 
     Args:
         folder: the model's folder, for that line.

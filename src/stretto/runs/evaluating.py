@@ -99,10 +99,8 @@ class Evaluator:
     """Runs the evaluations of a run and keeps the best one's model.
 
     - That model is copied before its weights change, and written by a thread during training.
-    - A failed write, for example on a full disk, is reported and does not end the run. The
-      previous best model stays.
-    - As a context manager it must be left while the event loop runs, because it waits for the
-      write in progress.
+    - A failed write (full disk) is reported and does not end the run. The previous best stays.
+    - Leave the context while the event loop runs, because it waits for the write in progress.
 
     Attributes:
         news: metrics that no step has recorded yet.

@@ -63,8 +63,7 @@ def train(
 ) -> TrainResult:
     """Train a model and save it, also if the run is stopped after a step.
 
-    Raises a StrettoError for invalid settings, models, data, reward functions or numbers, and for
-    disk errors.
+    StrettoError for invalid settings, models, data, reward functions or numbers, or disk errors.
 
     Args:
         run_dir: receives records, checkpoints and the model.

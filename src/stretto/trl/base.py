@@ -196,9 +196,8 @@ class BaseTrainer:
         After Ctrl-C the models have the weights trained so far, which are also in a checkpoint.
 
         Args:
-            resume_from_checkpoint: a ``checkpoint-N`` folder, the run's folder, or True for the
-                newest
-                run in ``output_dir``.
+            resume_from_checkpoint: a ``checkpoint-N`` or run folder, or True for the newest run in
+                ``output_dir``.
         """
         if self.run_dir is not None:
             raise StateError(
@@ -367,7 +366,7 @@ class BaseTrainer:
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False
     ) -> None:
-        """Save policy and tokenizer to a folder, ``args.output_dir`` by default. Other files there
+        """Save policy and tokenizer to a folder (default ``args.output_dir``). Other files there
         stay.
 
         The model has Hugging Face format. With ``peft_config`` the folder has the adapter, and its

@@ -126,8 +126,7 @@ def as_trl_names(
 ) -> dict[str, float]:
     """Return the metrics of a step that have a name in TRL, under that name.
 
-    A number logged by a reward function keeps the function's name for it. ``kl`` is the mean over
-    tokens.
+    Numbers logged by a reward function keep its names for them. ``kl`` is a mean over tokens.
 
     Args:
         source_names: TRL's names of reward sources, if they differ from ours.

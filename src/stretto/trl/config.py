@@ -32,8 +32,8 @@ class TrlConfig(TrainingArguments):
             ``"rlhfuse"``, ``"stretto"``) or a mapping of schedule settings (JSON on a command
             line). ``None`` is ``"sync"``, TRL's order.
         runtime: ``"inline"`` runs on threads of this process, ``"local"`` in processes on this
-            machine, ``"ray"`` in processes of a Ray cluster. For processes, the models' classes
-            must be importable.
+            machine, ``"ray"`` in processes of a Ray cluster. Processes must import the models'
+            classes.
     """
 
     algorithm: ClassVar[str]

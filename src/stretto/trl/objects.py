@@ -449,8 +449,7 @@ def answering(
     """Check a trainer's tools or environment. Up to ``most`` environments of one kind (0: any
     number) are alive at a time.
 
-    Raises ConfigError for unknown kinds of objects, and if the tokenizer's chat template cannot
-    render their answers.
+    Raises ConfigError for unknown objects, or if the chat template cannot render their answers.
     """
     found = named_objects(tools, factory, most)
     if not found:

@@ -52,8 +52,7 @@ class PPOTrainer(BaseTrainer):
         eval_dataset: prompts for :meth:`generate_completions`.
         optimizers: must be unset. See :class:`PPOConfig`.
         callbacks: ``TrainerCallback`` objects or classes of transformers, called at the start,
-            after
-            each step with its metrics, and at the end.
+            after each step with its metrics, and at the end.
         peft_config: a ``LoraConfig``. Policy and critic get adapters, which are merged into them
             when training ends. Adapters that the policy already has are merged first.
     """
@@ -125,8 +124,7 @@ class PPOTrainer(BaseTrainer):
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
         """Return greedy answers to the prompts of ``eval_dataset``, scored by the reward model.
 
-        Each row has ``query``, ``model response`` and ``score``, as in TRL. The first five are
-        printed.
+        As in TRL, rows have ``query``, ``model response`` and ``score``, and five are printed.
 
         Args:
             sampling: answer only one batch of ``args.per_device_eval_batch_size``.

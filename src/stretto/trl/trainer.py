@@ -155,8 +155,7 @@ class GRPOTrainer(_PromptsTrainer):
     Args:
         model: the policy, or a name to load with ``args.model_init_kwargs``.
         reward_funcs: one or a list of functions (also async) of ``prompts``, ``completions``,
-            ``completion_ids`` and dataset columns, or of sequence classifiers with one label, or
-            their names.
+            ``completion_ids`` and dataset columns, or (names of) one-label sequence classifiers.
         train_dataset: rows with a column ``prompt``: texts, or lists of messages.
         processing_class: the policy's tokenizer. ``None`` loads it from the model's folder.
         reward_processing_classes: tokenizers of the reward models, if not in the models' folders.
