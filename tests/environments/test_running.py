@@ -113,8 +113,21 @@ class Log:
         """Take no time."""
         return self.said
 
+    def wait(self) -> None:
+        """Take longer than a call may."""
+        time.sleep(0.4)
+
+    def refuse(self) -> str:
+        """Raise an error."""
+        raise ValueError("the game was given up")
+
     def get_reward(self) -> float:
         time.sleep(0.4)
+        return 1.0
+
+
+class Brief(Log):
+    def get_reward(self) -> float:
         return 1.0
 
 
@@ -129,6 +142,14 @@ def test_an_object_whose_reward_is_given_up_is_not_used_again() -> None:
     _, step, _ = asked(host, OPEN, {"do": "step", "turn": turn()}, {"do": "close"})
     assert "longer than 0.2 s" in step["failure"]
     assert host.source.make({})._pool._idle == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("tool", "kept"), [("refuse", 1), ("wait", 0)])
+def test_an_object_whose_call_timed_out_is_not_used_again(tool: str, kept: int) -> None:
+    """The text of an error does not decide."""
+    host = host_of(Brief=Brief)
+    asked(host, OPEN, {"do": "step", "turn": turn({"name": tool})}, {"do": "close"})
+    assert len(host.source.make({})._pool._idle) == kept  # type: ignore[attr-defined]
 
 
 def derive(function: str, of: int, self: str = "") -> str:

@@ -421,7 +421,7 @@ class _Trl(Episode):
             return Step(done=True)
         assert self._tools
         messages, records = await self._tools.answer(turn["calls"])
-        self.sound &= not any("given up" in record.get("error", "") for record in records)
+        self.sound &= not any(record.get("timed_out") for record in records)
         return Step(messages, calls=records)
 
     async def finish(self) -> float | None:

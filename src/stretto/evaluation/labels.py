@@ -297,8 +297,8 @@ def _check_out(out: Path, source: str) -> None:
         message = f"`out = {out}` is the file that is read; write to another"
         raise ConfigError(message, "output-is-input")
     if not out.parent.is_dir() or out.is_dir():
-        what = "is a folder" if out.is_dir() else f"would stand in '{out.parent}', which is none"
-        message = f"`out = {out}` {what}; name a file in a folder that there is"
+        reason = "is a folder" if out.is_dir() else f"needs the folder '{out.parent}'"
+        message = f"`out = {out}` {reason}; name a file in an existing folder"
         raise ConfigError(message, "no-output-file")
 
 

@@ -267,7 +267,9 @@ def _check_sft(
     sft: str, temperature: float, tokenizer: PreTrainedTokenizerBase, trust: bool
 ) -> None:
     if not temperature:
-        message = "the KL is estimated from samples; set `temperature` above 0 (greedy)"
+        message = (
+            "the KL is estimated from samples, and `temperature = 0` is greedy; set it above 0"
+        )
         raise ConfigError(message, "kl-of-greedy-responses")
     if not same_tokenizer(load_tokenizer(resolve(sft, on_stderr), trust, on_stderr), tokenizer):
         raise ConfigError(
