@@ -268,7 +268,7 @@ def _check_sft(
 ) -> None:
     if not temperature:
         message = (
-            "the KL is estimated from samples, and `temperature = 0` is greedy; set it above 0"
+            "the KL needs samples, and `temperature = 0` is greedy; set it above 0"
         )
         raise ConfigError(message, "kl-of-greedy-responses")
     if not same_tokenizer(load_tokenizer(resolve(sft, on_stderr), trust, on_stderr), tokenizer):
