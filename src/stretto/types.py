@@ -223,7 +223,8 @@ class Observation:
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
             or ``seconds``. Empty while it continues.
         messages: the turn as a message, and the messages that answer it.
-        left: messages of the sample whose turn it was, if another continues. It only gets its turn.
+        left: ``messages`` for the sample whose turn it was, if another one continues. The sample
+            keeps only the turn of them.
         max_turn_tokens: limit of the next turn if below the run's, else 0.
         stop: strings that end that turn, in addition to the run's.
         record: plain data on calls: names, arguments, statuses, seconds, errors.

@@ -35,7 +35,7 @@ BEST = "checkpoint/best"
 
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of scored answers. RewardError without rewards or for many failures."""
+    """Return the metrics of scored answers. RewardError without rewards, or if too many failed."""
     factors = config.reward.factors
     allowed = config.reward.failures_allowed
     out = reasons_to_reject(answers, failures_allowed=allowed, group_at_least=1, weights=factors)

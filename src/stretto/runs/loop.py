@@ -40,7 +40,7 @@ from stretto.types import Stats
 from stretto.workers.drive import drive
 
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
-"""Called after each step with its number and metrics. May request to stop or to save."""
+"""Called after each step with its number and metrics. Returns ``"stop"``, ``"save"`` or None."""
 
 UPDATE_S = 300.0
 """How long shutdown waits for the update in progress, in seconds."""
