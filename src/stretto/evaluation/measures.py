@@ -267,9 +267,7 @@ def _check_sft(
     sft: str, temperature: float, tokenizer: PreTrainedTokenizerBase, trust: bool
 ) -> None:
     if not temperature:
-        message = (
-            "the KL needs samples, and `temperature = 0` is greedy; set it above 0"
-        )
+        message = "the KL needs samples, and `temperature = 0` is greedy; set it above 0"
         raise ConfigError(message, "kl-of-greedy-responses")
     if not same_tokenizer(load_tokenizer(resolve(sft, on_stderr), trust, on_stderr), tokenizer):
         raise ConfigError(

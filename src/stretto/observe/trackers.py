@@ -83,10 +83,11 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of nested sections with their dotted names."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
@@ -110,7 +111,7 @@ class TensorBoard:
         folder = str(run.folder / "tensorboard")
         self._writer: Any = library.SummaryWriter(log_dir=folder, purge_step=purge)
         self.finish = self._writer.close
-        table = _markdown(["setting", "value"], _flat(run.settings))
+        table = _markdown(["setting", "value"], flat_settings(run.settings))
         self._writer.add_text("settings", table, global_step=run.resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -187,7 +188,7 @@ class Trackio(_Remembered):
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=self._id or run.name,
             resume="allow" if self._id else "never",
-            config=dict(_flat(run.settings)),
+            config=dict(flat_settings(run.settings)),
         )
         self._remember(opened.name)
         self.finish = self._library.finish
@@ -227,7 +228,9 @@ class MLflow(_Remembered):
         opened = self._library.start_run(run_id=self._id, run_name=run.name)
         self.finish = self._library.end_run
         self._remember(opened.info.run_id)
-        named = [(self._named(name), str(value)[:500]) for name, value in _flat(run.settings)]
+        named = [
+            (self._named(name), str(value)[:500]) for name, value in flat_settings(run.settings)
+        ]
         for start in range(0, 0 if self._id else len(named), 100):  # MLflow's limits
             self._library.log_params(dict(named[start : start + 100]))
 

@@ -18,6 +18,7 @@ from stretto.observe.idle import cause_order, role_order
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace, TracedStep
+from stretto.observe.trackers import flat_settings
 
 OFF_POLICY = "schedule.weight_sync_interval"
 """The setting N: batches generated, and then trained on, with one version of the weights."""
@@ -92,7 +93,9 @@ def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
             return LoadedRun(name, {}, (), (), missing=["everything so far: it has not begun"])
         lacks = "it has neither config.toml nor metrics.jsonl"
         raise ConfigError(f"'{folder}' is not a run directory: {lacks}", "not-a-run")
-    settings = dict(_flat(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
+    settings = (
+        dict(flat_settings(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
+    )
     metrics, rollouts, trace = run.read_metrics(), run.read_rollouts(), run.trace.read()
     needed = (
         (settings, "config.toml: its settings are not compared"),
@@ -137,14 +140,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
             length += 1
         names.append("/".join(own[-length:]))
     return names
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 # -- figures -------------------------------------------------------------------------------------
