@@ -1,7 +1,7 @@
 """Settings with their help: one recipe is one typed object.
 
-Components get the sections that they read. Contradictions are refused at construction, before
-anything heavy is loaded. No other code reads settings.
+Components get only their sections. Contradictions are refused at construction, before anything
+heavy is loaded. No other code reads settings.
 """
 
 from stretto.config.algorithm import AlgorithmConfig

@@ -25,7 +25,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """Requirements of an algorithm, and the settings that it reads.
+    """Requirements and settings of an algorithm.
 
     Attributes:
         settings: dotted names of the settings that this algorithm reads and some others do not.

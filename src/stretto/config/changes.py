@@ -29,9 +29,9 @@ OF_THE_ROWS = ("size", "held_out")
 def changed(config: S, changes: Mapping[str, Any], where: str, start: str = "") -> S:
     """Return settings with ``changes``, which are nested as in TOML.
 
-    Lists and tables that are values, for example ``task.settings``, are replaced completely. Raises
-    ConfigError as :func:`~stretto.config.recipes.build`. Messages name the source ``where`` of the
-    changes, or ``start`` if the original settings are invalid.
+    Values replace lists and tables, for example ``task.settings``, completely. Raises ConfigError
+    as :func:`~stretto.config.recipes.build`. Messages name the source ``where`` of the changes, or
+    ``start`` if the original settings are invalid.
     """
     data = config.model_dump()
     if isinstance(config, Config):
@@ -62,7 +62,7 @@ def merged(
         inner = subsection(section, key)
         if inner and isinstance(value, Mapping):
             former = both.get(key, {})
-            # A value that is no section stays, so that validation refuses it.
+            # Keep a value in place of a section, so that validation refuses it.
             value = merged(former, value, inner) if isinstance(former, Mapping) else former
         both[key] = value
     return both

@@ -1,8 +1,8 @@
 """Settings from files: packaged recipes, other TOML files, and run directories.
 
-A recipe is a short TOML file, and settings that it leaves out have their defaults. The comment in
-its first line is its description. A run's own ``config.toml`` is read the same way, so that a run
-can be repeated or resumed from its folder alone. Each training command has its own recipes.
+A recipe is a short TOML file. Omitted settings have their defaults. The comment in its first line
+is its description. A run's own ``config.toml`` is read the same way, so that a run can be repeated
+or resumed from its folder alone. Each training command has its own recipes.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _packaged(name: str, kind: type[Section]) -> Path:
 
 
 def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict[str, Any]:
-    """Complete names of files in ``folder`` that are missing in the working directory.
+    """Complete names of files in ``folder``, if missing in the working directory.
 
     Args:
         first: the folder takes precedence over the working directory, and has only files.

@@ -142,7 +142,7 @@ class Preset:
 
     Attributes:
         parts: knobs that ``stretto compare`` can switch off one by one, by part names.
-        several_engines: needs several engines, so that it is only compared on request.
+        several_engines: needs several engines, and is therefore only compared on request.
     """
 
     knobs: Knobs
@@ -278,7 +278,7 @@ class ScheduleConfig(Section):
 
     @property
     def own_controllers(self) -> Mapping[Controlled, str]:
-        """The user's own controllers, for the settings that are left to a controller."""
+        """The user's own controllers, for the settings left to a controller."""
         automatic = {"chunk_tokens": 0}
         return {
             name: source

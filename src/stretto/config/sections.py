@@ -71,7 +71,7 @@ UNCHECKED = "rules are checked later"
 
 
 def one_of(*names: str) -> Any:
-    """Return the type of a setting that is one of these names or names the user's code."""
+    """Return the type of a setting with these names as values, or a name of the user's code."""
 
     def check(value: Any) -> Any:
         if value in names or (isinstance(value, str) and outside.parts(value)):

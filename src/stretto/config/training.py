@@ -53,7 +53,7 @@ class OptimizerConfig(Section):
 
 
 def token_budget(setting: int, device: object) -> int:
-    """Return the tokens of one pass: the setting, or a default for the device if that is 0.
+    """Return the tokens of one pass: the setting, or if 0 a default for the device.
 
     A CPU is fastest if its caches hold a pass, and small passes pad less. A GPU needs more to be
     fully used. ``device`` is torch's, or its name.
