@@ -18,6 +18,11 @@ MOST_DEPTH = 100
 _TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 
 
+def is_finite(number: float) -> bool:
+    """Return whether a reward is finite as float32, in which it is trained on."""
+    return abs(number) < 2.0**128 - 2.0**103  # half a step beyond the largest number
+
+
 def parse(text: str | bytes | bytearray) -> Any:
     """Read untrusted JSON.
 

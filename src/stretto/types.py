@@ -265,11 +265,6 @@ def short_name(scorer: str) -> str:
     return scorer.rpartition("/")[2]
 
 
-def is_finite(number: float) -> bool:
-    """Return whether a reward is finite as float32, in which it is trained on."""
-    return abs(number) < 2.0**128 - 2.0**103  # half a step beyond the largest number
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
     """One scorer's result for one finished rollout.

@@ -11,9 +11,10 @@ import torch
 
 from raising import raises
 from stretto.errors import RewardError
+from stretto.plain import is_finite
 from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward, train_batch
 from stretto.training.collate import collate, describe
-from stretto.types import FORKS, FinishReason, Prompt, Score, is_finite
+from stretto.types import FORKS, FinishReason, Prompt, Score
 
 
 def scored(rollout_id: int, rewards: Mapping[str, float | None], prompt: int = 0) -> Rollout:

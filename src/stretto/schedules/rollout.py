@@ -15,6 +15,7 @@ import numpy as np
 
 from stretto.config.sections import ENVIRONMENT
 from stretto.errors import LifecycleError, RewardError, StateError
+from stretto.plain import is_finite
 from stretto.types import (
     CONTEXT,
     BoolArray,
@@ -31,7 +32,6 @@ from stretto.types import (
     Stats,
     TrainBatch,
     episode_of,
-    is_finite,
 )
 
 FUNCTION_FAILED = "reward function failed"

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from stretto.errors import ConfigError, RewardError
 from stretto.outside import describe, ending_forked_children, in_this_process
-from stretto.plain import plain
-from stretto.types import is_finite
+from stretto.plain import is_finite, plain
 
 Sample = Mapping[str, Any]
 Verdict = Mapping[str, Any]

@@ -12,8 +12,9 @@ import numpy as np
 from stretto import outside
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError
+from stretto.plain import is_finite
 from stretto.scoring.functions import FunctionScorer
-from stretto.types import Chunk, Response, Score, ScorerInfo, is_finite
+from stretto.types import Chunk, Response, Score, ScorerInfo
 
 SETTING = "reward.sources"
 

@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import TaskError
-from stretto.types import Message
+
+if TYPE_CHECKING:
+    from stretto.types import Message
 
 INDEX_KEY = "_index"
 """Reserved key of ``Prompt.data`` for the row's index, in addition to the row's columns."""
@@ -167,7 +169,7 @@ def content(row: TaskRow) -> str:
     """
     turns = row.prompt
     if isinstance(turns, str):
-        turns = (Message(role="user", content=turns),)
+        turns = ({"role": "user", "content": turns},)
     return json.dumps([(turn["role"], " ".join(turn["content"].split())) for turn in turns])
 
 

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, cast
 from stretto.config.sections import RESERVED_ARGUMENTS
 from stretto.errors import ModelError, StrettoError, TaskError
 from stretto.plain import parse
-from stretto.types import Message
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+    from stretto.types import Message
 
 *_FIRST, MARK = (chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
 """Unicode noncharacters. The last is never in an escaped text, so it can mark a position."""
@@ -305,7 +306,7 @@ def with_parsed_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return cast(Message, {**message, "tool_calls": [_parsed_call(call) for call in calls]})
+    return cast("Message", {**message, "tool_calls": [_parsed_call(call) for call in calls]})
 
 
 def _parsed_call(call: Any) -> Any:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stretto.config.sections import ARGUMENTS, wrong_arguments
 from stretto.errors import TaskError
 from stretto.plain import parse, plain
 from stretto.tasks.encode import utf8
-from stretto.types import Message
+
+if TYPE_CHECKING:
+    from stretto.types import Message
 
 Row = Mapping[str, Any]
 
@@ -132,7 +134,7 @@ def _as_message(value: Any) -> Message | None:
         content = "".join(map(_text_of_part, content))
     if not isinstance(role, str) or not isinstance(content, str):
         return None
-    return cast(Message, {"role": role, "content": content, **message})
+    return cast("Message", {"role": role, "content": content, **message})
 
 
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
