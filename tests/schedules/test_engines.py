@@ -1,13 +1,20 @@
-"""Locations of rollouts, as a state machine. No torch."""
+"""Locations of rollouts, and moves between generators. No torch."""
 
 from __future__ import annotations
+
+import asyncio
+from functools import partial
 
 import pytest
 
 from raising import raises
+from schedule_helpers import Setting, schedule_of
+from stretto.config.schedule import Settings
 from stretto.errors import LifecycleError
+from stretto.runtime.sim.loop import run
 from stretto.schedules.engines import Locations, Place
 from stretto.schedules.rollout import Rollout
+from stretto.testing import World
 from stretto.types import Prompt
 
 
@@ -70,3 +77,26 @@ def test_a_rollout_comes_to_no_place_from_elsewhere(before: list[Place], place: 
     with raises(LifecycleError, "no-such-edge"):
         locations.put(rollout, place)
     assert locations.place_of(rollout) is (before[-1] if before else None)
+
+
+def test_an_episode_goes_on_once_its_own_move_has_ended() -> None:
+    """Rollout 1 answered first and lands last: it does not keep rollout 0 from going on."""
+
+    async def main() -> None:
+        schedule = schedule_of(Setting(Settings(2, 1, 100, 1, score_on="rollout")), World([3]))
+        pool, first = schedule._pool, rollouts(2)
+        for rollout in first:
+            for place in (Place.WAITING, Place.DECODING, Place.MOVING):
+                pool._locations.put(rollout, place)
+        async with asyncio.TaskGroup() as group:
+            for rollout in reversed(first):
+                schedule._waits.begin(partial(pool.resume, rollout), group)
+            for landing in first:
+                await asyncio.sleep(1)
+                pool._locations.put(landing, Place.PARKED, 0)
+                pool._moves.landed.set()
+                await asyncio.sleep(1)
+                places = [pool._locations.place_of(rollout) for rollout in first]
+                assert places == [Place.WAITING, Place.WAITING if landing.id else Place.MOVING]
+
+    run(main())

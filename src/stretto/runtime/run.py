@@ -122,12 +122,12 @@ class Run:
         self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, channel)
         folder = state[LEARNER_FOLDER].absolute()
         newest = (await self.learner.call("load", folder, self._kept)).value
-        self.sync.load_all(self.schedule.held if self._kept else newest)
+        self.sync.load_all(self.schedule.fleet.held if self._kept else newest)
 
     @property
     def _kept(self) -> Sequence[WeightsRef]:
         """Tickets of weights that the learner may not have any more, and others have or will."""
-        held, pending = self.schedule.held, self.schedule.pending
+        held, pending = self.schedule.fleet.held, self.schedule.pending
         return [*held.values(), *pending.values()] if self.lags else []
 
     def metrics(self) -> Mapping[str, float]:
@@ -150,7 +150,7 @@ class Run:
                 copy_into(model, trained[name])
 
     async def stage_model(self, use: str, *, held: bool = True) -> None:
-        ref = self.schedule.held["actor"] if self.lags and held else None
+        ref = self.schedule.fleet.held["actor"] if self.lags and held else None
         await self.learner.call("stage_model", use, ref)
 
     def save_staged(self, use: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from stretto.config.schedule import Settings
 from stretto.errors import ConfigError
 from stretto.schedules.chunking import ChunkSize
-from stretto.schedules.controller import Controller
+from stretto.schedules.controller import Controller, Feedback
 from stretto.schedules.hold import HoldPolicy
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
@@ -33,6 +33,10 @@ class Controls:
     @property
     def chunk_tokens(self) -> int:
         return _within("chunk_tokens: tokens", self.chunk.tokens, 1, None)
+
+    def observe(self, feedback: Feedback) -> None:
+        for controller in filter(None, (self.chunk, self.overcommit, self.migration)):
+            controller.observe(feedback)
 
     @property
     def controllers(self) -> Mapping[str, Controller | HoldPolicy]:

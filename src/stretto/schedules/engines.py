@@ -6,15 +6,14 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from typing import NamedTuple
 
 from stretto.errors import LifecycleError
-from stretto.protocols import Generator
+from stretto.protocols import Clock, Generator
 from stretto.schedules.controller import DecodeSample
-from stretto.schedules.fleet import GoneError, Guard, RoleContext
+from stretto.schedules.fleet import GoneError, Guard
 from stretto.schedules.hold import Parked
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.rollout import Rollout
@@ -44,13 +43,12 @@ class Location(NamedTuple):
 
 
 HELD = (Place.DECODING, Place.WAITING)
-ON_THE_WAY = (Place.MOVING, Place.DROPPED)
 
 _ENTERED_FROM: Mapping[Place, tuple[Place, ...]] = {
     Place.DECODING: (Place.WAITING, Place.MOVING),
     Place.PARKED: (Place.DECODING, Place.MOVING),
     Place.MOVING: (Place.DECODING, Place.PARKED),
-    Place.DROPPED: ON_THE_WAY,
+    Place.DROPPED: (Place.MOVING, Place.DROPPED),
 }
 """Where rollouts come from. Any may come to the other places, for example from a lost engine."""
 
@@ -67,6 +65,9 @@ class Locations:
 
     def place_of(self, rollout: Rollout) -> Place | None:
         return self._locations.get(rollout.id, Location()).place
+
+    def is_moving(self, rollout: Rollout) -> bool:
+        return self.place_of(rollout) in (Place.MOVING, Place.DROPPED)
 
     def at(self, place: Place, engine: int | None = None) -> Mapping[int, Rollout]:
         return self._rollouts[Location(place, engine)]
@@ -90,32 +91,22 @@ class Locations:
             del self._rollouts[location][rollout.id]
 
 
+@dataclass(slots=True, eq=False)
 class Engine:
     """A generator, with the rollouts that are at it."""
 
-    def __init__(
-        self,
-        *,
-        number: int,
-        name: str,
-        generator: Generator,
-        locations: Locations,
-        holds: Parked | None,
-        context: RoleContext,
-        lost: Callable[[Engine], None],
-    ) -> None:
-        self.number = number
-        self.name = name
-        self.generator = generator
-        self.guard = Guard(generator, name, "actor", context, partial(lost, self))
-        self._locations = locations
-        self._holds = holds
-        self._context = context
-        self.released: list[int] = []  # were parked, and the generator may drop them
-        self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
-        self.left = False  # it has no more to do in the round, and its device is free
-        self.carried: int | None = None  # with earlier rounds' tokens; None after a first call
-        self.idle_since_s = context.clock.now()
+    number: int
+    name: str
+    generator: Generator
+    guard: Guard
+    locations: Locations
+    holds: Parked | None
+    clock: Clock
+    idle_since_s: float
+    released: list[int] = field(default_factory=list)  # were parked; the generator may drop them
+    arrival: asyncio.Event = field(default_factory=asyncio.Event)  # more to decode, or the end
+    left: bool = False  # it has no more to do in the round, and its device is free
+    carried: int | None = None  # with earlier rounds' tokens; None after a first call
 
     @property
     def serves(self) -> bool:
@@ -130,7 +121,7 @@ class Engine:
         return sum(len(self.at(place)) for place in (*HELD, Place.PARKED))
 
     def at(self, place: Place) -> Mapping[int, Rollout]:
-        return self._locations.at(place, self.number)
+        return self.locations.at(place, self.number)
 
     async def release(self) -> None:
         """Have the generator drop the rollouts that were parked and go on no more."""
@@ -144,7 +135,7 @@ class Engine:
         await self.release()
         rollouts = list(self.at(Place.WAITING).values())
         for rollout in rollouts:
-            self._locations.put(rollout, Place.DECODING, self.number)
+            self.locations.put(rollout, Place.DECODING, self.number)
         if any(r.in_turns for r in rollouts):  # in the order of answers, which chance decides
             rollouts.sort(key=lambda r: r.id)
         responses = [r.response() for r in rollouts]
@@ -155,8 +146,7 @@ class Engine:
         self, max_tokens: int, stop_after: int, samples: list[DecodeSample]
     ) -> Sequence[Chunk]:
         """Add tokens to the rollouts that are decoded, and a sample of the call's cost."""
-        decoding, clock = self.at(Place.DECODING), self._context.clock
-        start_s = clock.now()
+        decoding, start_s = self.at(Place.DECODING), self.clock.now()
         try:
             deadlines = max(1.0, max_tokens / DEADLINE_TOKENS)
             decoded = self.generator.decode(max_tokens, stop_after)
@@ -170,71 +160,64 @@ class Engine:
             )
         if steps:
             rows = sum(len(c.tokens) for c in chunks) / steps
-            seconds, first = clock.now() - start_s, self.carried is not None
+            seconds, first = self.clock.now() - start_s, self.carried is not None
             samples.append(DecodeSample(rows, steps, seconds, first, self.carried or 0))
         self.carried = None
         for chunk in chunks:
             rollout = decoding[chunk.rollout_id]
             if chunk.finish is FinishReason.TURN:
-                self._locations.put(rollout, Place.PARKED, self.number)
-                if self._holds:
-                    self._holds.begin(rollout, clock.now())
+                self.locations.put(rollout, Place.PARKED, self.number)
+                if self.holds:
+                    self.holds.begin(rollout, self.clock.now())
             elif chunk.finish:
-                self._locations.remove(rollout)
+                self.locations.remove(rollout)
         return chunks
 
     async def hold(self, chunk_tokens: int) -> None:
         """Let go of keys and values of parked rollouts that room is wanted for."""
-        if self._holds is None:
+        if self.holds is None:
             return
         decoding = sum(r.total_tokens + chunk_tokens for r in self.held.values())
-        decided = self._holds.decide(self.at(Place.PARKED), decoding, self._context.clock.now())
+        decided = self.holds.decide(self.at(Place.PARKED), decoding, self.clock.now())
         with suppress(GoneError):
             for how, ids in decided.items():
                 await self.guard.ask(self.generator.hold(ids, how), ids)
 
 
+@dataclass(slots=True, eq=False)
 class Moves:
-    """The moves of a round, which are planned once and take place between calls of their source.
+    """The moves of a round, which are planned once and take place between calls of their source."""
 
-    Rollouts whose move has failed are given to any generator by ``place``.
-    """
-
-    def __init__(
-        self,
-        engines: Sequence[Engine],
-        locations: Locations,
-        policy: MigrationPolicy | None,
-        place: Callable[[Iterable[Rollout]], None],
-    ) -> None:
-        self._engines = engines
-        self._locations = locations
-        self._policy = policy
-        self._place = place
-        self._may_plan = False
-        self._planned: dict[tuple[Engine, Engine, bool], list[int]] = {}  # from, to, with cache
-        self._gathering: list[Engine] = []  # where stragglers of the round were moved
-        self.landed = asyncio.Event()  # a move has ended
+    engines: Sequence[Engine]
+    locations: Locations
+    policy: MigrationPolicy | None
+    place: Callable[[Iterable[Rollout]], None]  # gives rollouts whose move failed to any engine
+    landed: asyncio.Event = field(default_factory=asyncio.Event)  # a move has ended
+    _may_plan: bool = False
+    _planned: dict[tuple[Engine, Engine, bool], list[int]] = field(default_factory=dict)
+    """From which engine to which, and whether with keys and values: the rollouts' ids."""
+    _gathering: Sequence[Engine] = ()
+    """Where stragglers of the round were moved."""
 
     def begin_round(self, *, gathers: bool) -> None:
-        self._may_plan = gathers and self._policy is not None
-        self._planned, self._gathering = {}, []
+        self._may_plan = gathers and self.policy is not None
+        self._planned, self._gathering = {}, ()
 
     def plan(self, missing: int) -> None:
         """Plan the round's moves if so few responses are missing (0: the round is over)."""
-        if not (self._may_plan and self._policy and 0 < missing <= self._policy.threshold()):
+        if not (self._may_plan and self.policy and 0 < missing <= self.policy.threshold()):
             return
         self._may_plan = False
-        serving = [engine for engine in self._engines if engine.serves]
+        serving = [engine for engine in self.engines if engine.serves]
         here = [(*e.at(Place.DECODING).values(), *e.at(Place.PARKED).values()) for e in serving]
-        planned = self._policy.plan([[(r.id, r.total_tokens) for r in each] for each in here])
+        planned = self.policy.plan([[(r.id, r.total_tokens) for r in each] for each in here])
         for m in sorted(planned.moves, key=lambda m: (m.source, m.destination, not m.with_cache)):
             if not serving[m.destination].left:
                 way = serving[m.source], serving[m.destination], m.with_cache
                 self._planned.setdefault(way, []).append(m.rollout_id)
         self._gathering = [destination for _, destination, _ in self._planned]
         if self._planned:
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.arrival.set()  # so that parked rollouts move, too
 
     def come_to(self, engine: Engine) -> bool:
@@ -257,24 +240,23 @@ class Moves:
     async def carry_out(self, source: Engine) -> None:
         """Carry out the planned moves, and move parked rollouts before their answers come."""
         for way in [way for way in self._planned if way[0] is source]:
-            _, destination, with_cache = way
             decoding = source.at(Place.DECODING)
             # Some have ended meanwhile, or wait to be admitted once more.
             rollouts = [decoding[id_] for id_ in self._planned.get(way, ()) if id_ in decoding]
-            if rollouts and destination.serves:
-                await self.transfer(source, destination, rollouts, with_cache)
+            if rollouts and way[1].serves:
+                await self.transfer(*way, rollouts)
             self._planned.pop(way, None)  # unless it was cancelled
-            destination.arrival.set()
+            way[1].arrival.set()
         parked = list(source.at(Place.PARKED).values())
         if parked and (destination := self.gathered_at(source)):
-            await self.transfer(source, destination, parked, parked=True)
+            await self.transfer(source, destination, True, parked, parked=True)
 
     async def transfer(
         self,
         source: Engine,
         destination: Engine,
+        with_cache: bool,
         rollouts: Sequence[Rollout],
-        with_cache: bool = True,
         *,
         parked: bool = False,
     ) -> None:
@@ -284,7 +266,7 @@ class Moves:
         call to decode is behind that one. If a generator is lost, any other takes them: parked ones
         when their answers come.
         """
-        ids, locations = [r.id for r in rollouts], self._locations
+        ids, locations = [r.id for r in rollouts], self.locations
         # An answer may come meanwhile: it is put behind what has arrived.
         finish = FinishReason.TURN if parked else None
         responses = [replace(r.response(), finish=finish) for r in rollouts]
@@ -307,9 +289,9 @@ class Moves:
                         locations.put(rollout, Place.PARKED, destination.number)
                     else:
                         destination.released.append(rollout.id)
-        lost = [rollout for rollout in rollouts if locations.place_of(rollout) in ON_THE_WAY]
+        lost = [rollout for rollout in rollouts if locations.is_moving(rollout)]
         for rollout in lost:
             locations.remove(rollout)
         if not parked:
-            self._place(lost)
+            self.place(lost)
         self.landed.set()

@@ -8,21 +8,21 @@ go. A restart finds the turn unanswered, and asks again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from stretto.config import ENVIRONMENT
 from stretto.config.schedule import Settings
 from stretto.errors import EpisodeLostError, LifecycleError
-from stretto.protocols import Environment, Tracer
+from stretto.protocols import Environment
 from stretto.schedules.episode_metrics import tools_called
 from stretto.schedules.fleet import RoleContext
 from stretto.schedules.pool import Pool
-from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.schedules.rollout import Ledger, Rollout, RolloutState
 from stretto.schedules.scoring import Scoring
 from stretto.schedules.waits import answered
 from stretto.types import Chunk, FinishReason, Observation, Score, episode_of
@@ -34,58 +34,64 @@ MOST_BEGINNINGS = 3
 """Times that an episode is begun, at most, where its environment is lost and not replayed."""
 
 
-class Books(Protocol):
-    """What a schedule notes of the rollouts of episodes."""
-
-    def move(self, rollout: Rollout, state: RolloutState) -> None:
-        """Take a rollout to its next state; one that is new is a fork, and joins its group."""
-
-    def ended(self, rollout: Rollout) -> None:
-        """Note that a rollout has ended."""
-
-    def answered(self) -> None:
-        """Note that one rollout fewer waits for an answer."""
-
-    def drop(self, fork: Rollout) -> None:
-        """Forget a fork of an episode that is begun anew."""
-
-
 class Episodes:
     """The episodes of a run, and the environment that answers their turns."""
 
     def __init__(
         self,
-        environment: Environment,
+        environment: Environment | None,
         settings: Settings,
         context: RoleContext,
-        tracer: Tracer,
         pool: Pool,
         scoring: Scoring,
-        books: Books,
     ) -> None:
-        assert settings.episodes
-        self.sampling, self._environment = settings.episodes, environment
-        self._context, self._tracer, self._rewards = context, tracer, settings.environment_rewards
-        self._cut_by = settings.cut_by
-        self._pool, self._scoring, self._books = pool, scoring, books
+        self._environment = environment
+        self._settings = settings
+        self._context = context
+        self._pool = pool
+        self._scoring = scoring
         self._samples: dict[int, list[Rollout]] = {}  # by episode
+        self._ledgers: dict[int, Ledger] = {}  # by episode
         self._open: set[int] = set()  # episodes that the environment knows
         self._beginnings: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.pending: set[int] = set()  # rollouts whose answer is under way
 
-    def add(self, rollouts: Iterable[Rollout], *, greedy: bool = False) -> None:
-        """Make rollouts samples of episodes, each of its own or of the one that its id names."""
-        sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
-        for rollout in rollouts:
-            rollout.sampling = sampling
-            rollout.samples = self._samples.setdefault(episode_of(rollout.id), [])
-            rollout.samples.append(rollout)
+    @property
+    def exist(self) -> bool:
+        return self._environment is not None
 
-    def ask(self, rollout: Rollout, group: asyncio.TaskGroup) -> None:
-        """Ask for the answer to a rollout's turn, or for its opening, in a task of a group."""
+    def add(self, samples: Iterable[Rollout], ledger: Ledger, *, greedy: bool = False) -> None:
+        """Make rollouts samples of episodes, each of its own or of the one that its id names."""
+        sampling = self._settings.episodes
+        if self._environment is None or sampling is None:
+            return
+        for sample in samples:
+            episode = episode_of(sample.id)
+            self._ledgers[episode] = ledger
+            sample.sampling = replace(sampling, temperature=0.0) if greedy else sampling
+            sample.samples = self._samples.setdefault(episode, [])
+            sample.samples.append(sample)
+
+    async def open(self, rollouts: Sequence[Rollout], *, lockstep: bool) -> None:
+        """Ask for openings and answers that rollouts lack; in lockstep wait for them."""
+        if self._environment is None:
+            return
+        for rollout in rollouts:
+            if rollout.id not in self.pending and self.is_unanswered(rollout):
+                self.ask(rollout)
+        if lockstep:
+            opening, changed = {r.id for r in rollouts}, self._context.changed
+            await self._context.waits.until(
+                lambda: not opening & self.pending, changed, "generation", "openings of episodes"
+            )
+
+    def ask(self, rollout: Rollout) -> None:
+        """Ask for the answer to a rollout's turn, or for its opening, in a task of its own."""
+        if rollout.state is not RolloutState.WAITING:
+            self._ledgers[episode_of(rollout.id)].move(rollout, RolloutState.WAITING)
         self.pending.add(rollout.id)
-        task = self._context.waits.begin(partial(self._answer, rollout), group)
+        task = self._context.waits.begin(partial(self._answer, rollout), self._context.work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -101,15 +107,15 @@ class Episodes:
         """Close the episodes of rollouts that go on no more."""
         ids = [r.id for r in rollouts if episode_of(r.id) in self._open]
         self._open -= {episode_of(id_) for id_ in ids}
-        if ids:
+        if ids and self._environment:
             await self._environment.release(ids)
 
     def forget(self, rollouts: Iterable[Rollout]) -> None:
         """Forget rollouts that have been trained on, rejected, or evaluated."""
         for rollout in rollouts:
             rollout.samples = []  # else rollouts would refer to themselves
-            self._samples.pop(episode_of(rollout.id), None)
-            self._beginnings.pop(episode_of(rollout.id), None)
+            for by_episode in (self._samples, self._ledgers, self._beginnings):
+                by_episode.pop(episode_of(rollout.id), None)
 
     async def _answer(self, rollout: Rollout) -> None:
         try:
@@ -123,9 +129,11 @@ class Episodes:
             await self._take(rollout, observation)
         finally:
             self.pending.discard(rollout.id)
-            self._books.answered()
+            self._pool.wake()
+            self._context.changed.set()
 
     async def _observation(self, rollout: Rollout) -> Observation:
+        assert self._environment
         episode = episode_of(rollout.id)
         samples = self._samples[episode]
         if episode not in self._open:
@@ -146,39 +154,39 @@ class Episodes:
         self, name: str, answer: Awaitable[Observation], rollout: Rollout
     ) -> Observation:
         clock, start_s = self._context.clock, self._context.clock.now()
-        with self._tracer.awaiting(ENVIRONMENT, name):
+        with self._context.tracer.awaiting(ENVIRONMENT, name):
             got = await answered(answer, self._context.deadline_s, "the environment", [rollout.id])
         now_s = clock.now()
         facts = {"rollout": rollout.id, "turn": len(rollout.turns), "tool": tools_called(got)}
-        self._tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
+        self._context.tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
         return replace(got, record={**got.record, "seconds": now_s - start_s})
 
     async def _take(self, rollout: Rollout, o: Observation) -> None:
         if len(rollout.turns) > len(rollout.turn_rewards):
             rollout.turn_rewards.append(o.reward or 0.0)
-        samples = list(self._samples[episode_of(rollout.id)])
+        episode = episode_of(rollout.id)
+        samples, ledger = list(self._samples[episode]), self._ledgers[episode]
         goes_on = next((r for r in samples if r.id == o.rollout_id), None)
         fork = goes_on is None
         if goes_on is None:
             goes_on = self._fork(samples[0], o)
-            self._books.move(goes_on, RolloutState.WAITING)
+            ledger.join(goes_on)
+            ledger.move(goes_on, RolloutState.WAITING)
         elif o.prompt is not None and o.prompt.tokens != goes_on.prompt.tokens:
             goes_on.asked, goes_on.prompt = goes_on.prompt, o.prompt
-        trained = goes_on.id >= 0  # else it is an evaluation's, and scored at its end
-        if trained and (fork or o.number == 0):
-            self._scoring.dispatched([goes_on])
+        if fork or o.number == 0:
+            ledger.started(goes_on)
         if o.ended_by:
             rollout.log.append(o)
             self._end(o)
             await self.close(samples)
             return
         rollout.left = o.left[:1]
-        self._books.move(goes_on, RolloutState.DECODING)
+        ledger.move(goes_on, RolloutState.DECODING)
         context = goes_on.observe(o)
         if len(context.tokens):
             goes_on.append(context)
-            if trained:
-                self._scoring.extended(context)
+            ledger.extended(context)
         await self._pool.resume(goes_on)
 
     def _fork(self, root: Rollout, o: Observation) -> Rollout:
@@ -190,16 +198,21 @@ class Episodes:
             )
         asked = root.asked or root.prompt
         fork = Rollout(o.rollout_id, replace(o.prompt, id=asked.id), root.group, asked=asked)
-        self.add([fork], greedy=not root.sampling or root.sampling.temperature == 0)
+        ledger = self._ledgers[episode_of(root.id)]
+        self.add([fork], ledger, greedy=not root.sampling or root.sampling.temperature == 0)
         return fork
 
     def _end(self, last: Observation) -> None:
         samples = self._samples[episode_of(last.rollout_id)]
+        ledger = self._ledgers[episode_of(last.rollout_id)]
         total = sum(sum(r.turn_rewards) for r in samples)
         failure = last.record.get("failure")
         verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
         verdicts |= last.record.get("scores", {})
-        names, cuts = set(self._rewards), (*TOKEN_LIMITS, *self._cut_by)
+        names, cuts = (
+            set(self._settings.environment_rewards),
+            (*TOKEN_LIMITS, *self._settings.cut_by),
+        )
         if failure and not any(r.turns for r in samples):  # it was not opened
             names.add(ENVIRONMENT)
         for rollout in samples:
@@ -209,9 +222,8 @@ class Episodes:
                 verdict = verdicts.get(name, {"error": failure})
                 rollout.scores[name] = _score(rollout.id, name, verdict)
             self._pool.release(rollout)
-            if rollout.id >= 0:
-                self._scoring.extended(_last_chunk(rollout))
-            self._books.ended(rollout)
+            ledger.extended(_last_chunk(rollout))
+            ledger.ended(rollout)
 
     def _begin_anew(self, rollout: Rollout, error: EpisodeLostError) -> Rollout:
         episode = episode_of(rollout.id)
@@ -219,14 +231,14 @@ class Episodes:
         if self._beginnings[episode] > MOST_BEGINNINGS:
             raise error
         self._open.discard(episode)
-        samples = self._samples[episode]
+        samples, ledger = self._samples[episode], self._ledgers[episode]
         root, forks = samples[0], samples[1:]
         del samples[1:]  # the root has this very list
         for fork in forks:
             self._pool.release(fork)
             self._scoring.drop(fork)
-            self._books.drop(fork)
-        self._samples[episode] = samples
+            ledger.drop(fork)
+        self._samples[episode], self._ledgers[episode] = samples, ledger
         self._pool.release(root)
         self._scoring.anew(root)
         root.begin_anew()

@@ -13,8 +13,8 @@ from stretto.types import Prompt
 class Evaluation:
     """An evaluation of the policy while it is trained: prompts that it answers now and then.
 
-    Answers are greedy, and rollouts with ids below 0: random numbers and books of training are as
-    without them.
+    Answers are greedy, and in a ledger of their own. Random numbers and the ledger of training are
+    as without them.
 
     Attributes:
         every: steps between two evaluations, at the least: the weights of a weight sync are

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
-from stretto.protocols import Clock, Replaceable
+from stretto.protocols import Clock, Replaceable, Tracer
 from stretto.schedules.waits import Phases, Waits, Work, answered
 from stretto.types import WeightsRef, short_name
 
@@ -153,15 +153,18 @@ def load_each(weights: WeightsRef, roles: Sequence[Replaceable]) -> Sequence[Wor
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """The things that all guards of a schedule share."""
+    """The things that all parts of a schedule share."""
 
     fleet: Fleet
     deadline_s: float  # for each call
     clock: Clock
+    tracer: Tracer
     phases: Phases
     waits: Waits
     sync: Sync = load_each
     decoding: set[int] = field(default_factory=set)  # generators whose devices are not free
+    work: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # of all parts
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # loops look again
 
     def load(self, guards: Sequence[Guard], weights: WeightsRef) -> list[Work]:
         """Begin to give roles new weights, all at once, or with a new process; return the waits."""

@@ -13,8 +13,8 @@ from stretto.errors import StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
 from stretto.schedules.controls import Controls
-from stretto.schedules.engines import HELD, ON_THE_WAY, Engine, Locations, Moves, Place
-from stretto.schedules.fleet import GoneError, RoleContext
+from stretto.schedules.engines import HELD, Engine, Locations, Moves, Place
+from stretto.schedules.fleet import GoneError, Guard, RoleContext
 from stretto.schedules.hold import Parked
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.scoring import Scoring
@@ -70,25 +70,17 @@ class Pool:
         self._holds = Parked(controls.hold) if controls.hold else None
         self._replaces = context.fleet.restarts > 0
         self._locations = Locations()
-        self._engines = [
-            Engine(
-                number=i,
-                name=f"generator {i}" if roles[1:] else "generator",
-                generator=generator,
-                locations=self._locations,
-                holds=self._holds,
-                context=context,
-                lost=self._lost,
-            )
-            for i, generator in enumerate(roles)
-        ]
+        self._engines: list[Engine] = []
+        for i, generator in enumerate(roles):
+            name = f"generator {i}" if roles[1:] else "generator"
+            guard = Guard(generator, name, "actor", context, partial(self._lost, i))
+            at, clock = self._locations, context.clock
+            engine = Engine(i, name, generator, guard, at, self._holds, clock, clock.now())
+            self._engines.append(engine)
         self._moves = Moves(self._engines, self._locations, controls.migration, self._place)
+        self.single = len(roles) == 1
         self._in_turns = False  # whether rollouts may come as forks, or begin again
         self._samples: list[DecodeSample] = []
-
-    @property
-    def single(self) -> bool:
-        return len(self._engines) == 1
 
     def holds(self, rollout: Rollout) -> bool:
         """Return whether some generator decodes the rollout, or will."""
@@ -113,33 +105,30 @@ class Pool:
         It goes on where it is parked, or moves with its keys and values to where stragglers are
         gathered.
         """
-        now_s, moves = self._context.clock.now(), self._moves
+        now_s, moves, locations = self._context.clock.now(), self._moves, self._locations
         await self._context.waits.until(
-            lambda: not self._is_moving(rollout), moves.landed, "an episode", "its move"
+            lambda: not locations.is_moving(rollout), moves.landed, "an episode", "its move"
         )
         engine = self._parked_at(rollout, now_s)
         if engine is None or not engine.serves:
             if self._round.lockstep:  # where it goes must not follow the order of answers
-                self._locations.put(rollout, Place.BACK)
+                locations.put(rollout, Place.BACK)
             else:
                 self._place([rollout])
         elif destination := moves.gathered_at(engine):
-            await moves.transfer(engine, destination, [rollout])
+            await moves.transfer(engine, destination, True, [rollout])
             destination.arrival.set()
         else:
-            self._locations.put(rollout, Place.WAITING, engine.number)
+            locations.put(rollout, Place.WAITING, engine.number)
             engine.arrival.set()
 
     def release(self, rollout: Rollout) -> None:
         """Let go of a rollout that is parked and goes on no more."""
-        if self._is_moving(rollout):
+        if self._locations.is_moving(rollout):
             self._locations.put(rollout, Place.DROPPED)
         if engine := self._parked_at(rollout):
             self._locations.remove(rollout)
             engine.released.append(rollout.id)
-
-    def _is_moving(self, rollout: Rollout) -> bool:
-        return self._locations.place_of(rollout) in ON_THE_WAY
 
     def _parked_at(self, rollout: Rollout, now_s: float | None = None) -> Engine | None:
         """Return where a rollout is parked, which is over: at a time if it goes on."""
@@ -213,7 +202,8 @@ class Pool:
         await self._moves.carry_out(engine)  # others may wait for what was planned
         await engine.release()
         engine.idle_since_s = self._context.clock.now()
-        self._free(engine)
+        self._context.decoding.remove(engine.number)
+        self._scoring.look()
         if self._replaces or self._in_turns:
             self.wake()  # nothing is missing, and they need not wait for it
 
@@ -227,7 +217,8 @@ class Pool:
         """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
         phases, before = self._context.phases, self._context.phases.cause
         if not self._moves.come_to(engine):
-            self._free(engine)
+            self._context.decoding.remove(engine.number)
+            self._scoring.look()
         since_s = self._context.clock.now() if self._round.waiting else None
         if since_s is not None and not self._locations.any_at(*HELD):
             phases.enter("environment")
@@ -241,10 +232,6 @@ class Pool:
             phases.waited(engine.name, since_s)
             if phases.cause == "environment":
                 phases.enter("data" if before == "environment" else before)
-
-    def _free(self, engine: Engine) -> None:
-        self._context.decoding.remove(engine.number)
-        self._scoring.look()
 
     # -- losses -------------------------------------------------------------------------------
 
@@ -263,7 +250,8 @@ class Pool:
                     raise
             self._place(list(self._locations.at(Place.NOWHERE).values()))
 
-    def _lost(self, engine: Engine) -> None:
+    def _lost(self, number: int) -> None:
+        engine = self._engines[number]
         rollouts = list(engine.held.values())
         engine.released.clear()
         for rollout in [*engine.at(Place.PARKED).values()]:  # placed when their answers come

@@ -333,9 +333,14 @@ def restored(
 
 
 class Ledger:
-    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected."""
+    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected.
+
+    As it is, it is an evaluation's, which no scorer follows. Rounds of training override what is
+    noted of their rollouts.
+    """
 
     def __init__(self) -> None:
+        self.rollouts: dict[int, Rollout] = {}  # in flight, by id
         self.dispatched = 0
         self.trained = 0
         self.rejected: Counter[str] = Counter()
@@ -354,6 +359,7 @@ class Ledger:
                     f"rollout {rollout.id} was dispatched twice", "dispatched-twice"
                 )
             self._in_flight[rollout.id] = rollout.state
+            self.rollouts[rollout.id] = rollout
             self.dispatched += 1
         self._check()
 
@@ -370,12 +376,28 @@ class Ledger:
         self._in_flight[rollout.id] = state
         if state in (RolloutState.TRAINED, RolloutState.REJECTED):
             del self._in_flight[rollout.id]
+            self.rollouts.pop(rollout.id, None)
         if state is RolloutState.TRAINED:
             self.trained += 1
         if state is RolloutState.REJECTED:
             self.rejected[because] += 1
             self._rejections += 1
         self._check()
+
+    def join(self, fork: Rollout) -> None:
+        self.dispatch([fork])
+
+    def drop(self, fork: Rollout) -> None:
+        self.move(fork, RolloutState.REJECTED, "its episode is begun anew")
+
+    def started(self, rollout: Rollout) -> None:
+        """Note that a sample of an episode will have tokens."""
+
+    def extended(self, chunk: Chunk) -> None:
+        """Note tokens of a rollout."""
+
+    def ended(self, rollout: Rollout) -> None:
+        """Note that a rollout has all its tokens."""
 
     def _check(self) -> None:
         if self.dispatched != len(self._in_flight) + self.trained + self._rejections:

@@ -322,6 +322,7 @@ class Scoring:
     ) -> None:
         self._score_on, self._waits, self._given = score_on, context.waits, given
         self._rollouts: dict[int, Rollout] = {}
+        self._answers: set[int] = set()  # ids of the newest evaluation's
         self._delivered = asyncio.Event()
         self.queues = [ReplicaQueue(replica, self._deliver, context) for replica in replicas]
         by_name: dict[tuple[bool, str], list[ReplicaQueue]] = {}
@@ -393,6 +394,7 @@ class Scoring:
 
     async def evaluate(self, answers: Sequence[Rollout]) -> None:
         """Have the answers of an evaluation scored by all sources of rewards; wait for that."""
+        self._answers = {rollout.id for rollout in answers}
         for rollout in answers:
             self._ask(rollout, self._evaluating)
         for group in self._evaluating:
@@ -407,7 +409,7 @@ class Scoring:
 
     def is_scored(self, rollout: Rollout) -> bool:
         """Return whether every scorer has answered on the rollout that is to."""
-        groups = self._evaluating if rollout.id < 0 else self._groups
+        groups = self._evaluating if rollout.id in self._answers else self._groups
         unopened = ENVIRONMENT in rollout.scores and ENVIRONMENT not in self._given
         return len(rollout.scores) == len(groups) + len(self._given) + unopened
 

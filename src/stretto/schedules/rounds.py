@@ -1,0 +1,229 @@
+"""The rounds of a schedule: which rollouts are in flight, and what becomes of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from stretto.config import ENVIRONMENT
+from stretto.protocols import DRIVER, Environment, Generator
+from stretto.schedules.buffer import Buffer
+from stretto.schedules.controller import Meter
+from stretto.schedules.controls import Controls
+from stretto.schedules.episodes import Episodes
+from stretto.schedules.fleet import RoleContext
+from stretto.schedules.pool import Pool
+from stretto.schedules.rollout import Ledger, Rollout, RolloutState, reasons_to_reject
+from stretto.schedules.scoring import Scoring
+from stretto.types import Chunk, Prompt, Sampling
+
+
+class Rounds(Ledger):
+    """The ledger of training, whose rollouts are generated round by round.
+
+    An evaluation is decoded between two rounds. Its answers are in a ledger of their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        next_prompt: Callable[[], Prompt],
+        generators: Sequence[Generator],
+        environment: Environment | None,
+        controls: Controls,
+        scoring: Scoring,
+        context: RoleContext,
+    ) -> None:
+        super().__init__()
+        self._settings = controls.settings
+        self._controls = controls
+        self._next_prompt = next_prompt
+        self._scoring = scoring
+        self._phases = context.phases
+        self._tracer = context.tracer
+        self.pool = Pool(
+            roles=generators, round=self, scoring=scoring, controls=controls, context=context
+        )
+        self.episodes = Episodes(environment, self._settings, context, self.pool, scoring)
+        self.meter = Meter(context.clock)
+        self.buffer = Buffer(self._settings.max_carries)
+        self.answers = Ledger()  # of the evaluation under way
+        self.size = self._settings.batch * self._settings.weight_sync_interval
+        self.begun = 0
+        self.is_open = False
+        self.next_id = 0
+        self.metrics: dict[str, float] = {}  # of the round that is being generated
+
+    # -- for the pool -------------------------------------------------------------------------
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._settings.max_new_tokens if self.lockstep else self._controls.chunk_tokens
+
+    @property
+    def waiting(self) -> int:
+        return len(self.episodes.pending)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether this is the plain loop, which chance does not order."""
+        unseen = self._settings.score_on == "batch" and self._controls.migration is None
+        plain = len(self.buffer) <= self.size
+        return unseen and (plain or (self.pool.single and not self.episodes.exist))
+
+    def missing(self) -> int:
+        if answers := self.answers.rollouts:
+            return sum(r.finish is None for r in answers.values())
+        return 0 if self.buffer.complete else self.buffer.missing()
+
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        """Add what was decoded to its rollouts, and pass it on to scorers and environments."""
+        with self._tracer.span(DRIVER, f"{DRIVER}/chunks", items=len(chunks)):
+            for chunk in chunks:
+                ledger = self.answers if chunk.rollout_id in self.answers.rollouts else self
+                rollout = ledger.rollouts[chunk.rollout_id]
+                rollout.append(chunk)
+                ledger.extended(replace(chunk, finish=None) if rollout.in_turns else chunk)
+                if chunk.finish and rollout.in_turns:
+                    self.episodes.ask(rollout)
+                elif chunk.finish:
+                    ledger.ended(rollout)
+        if 5 * self.buffer.chosen_size >= 4 * self.size:
+            self._phases.enter("stragglers")
+
+    # -- rounds -------------------------------------------------------------------------------
+
+    def fill(self, delta: int) -> None:
+        """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``.
+
+        An episode that waits takes no slot, so another one is drawn beside it: up to as many again,
+        and as long as all can be trained on in time.
+        """
+        n, size = self._settings.samples_per_prompt, self.size
+        waiting = sum(r.state is RolloutState.WAITING for r in self.buffer.open) if delta else 0
+        most = (self._settings.max_carries + 1) * size
+        waiting = max(0, min(waiting, size + delta, most - size - delta))
+        missing = size + delta + waiting - len(self.buffer)
+        with self._tracer.span(DRIVER, f"{DRIVER}/fill", items=max(missing, 0)):
+            for _ in range(-(-missing // n)):
+                prompt, first = self._next_prompt(), self.next_id
+                group = [Rollout(first + k, prompt, group=first) for k in range(n)]
+                self.next_id += n
+                self.dispatch(group)
+                self.buffer.add(group)
+                self.episodes.add(group, self)
+            for rollout in self.buffer.begin_round(size // n):
+                self._scoring.chosen(rollout)
+        self.begun, self.is_open = self.begun + 1, True
+        self.meter.began(len(self.buffer) - waiting - size)
+        self.metrics = {
+            "schedule/overcommit": float(delta),
+            "schedule/chunk_tokens": float(self.chunk_tokens),
+        }
+        self._phases.enter("data")
+
+    def _decoding(self) -> None:
+        stays = (RolloutState.DECODING, RolloutState.WAITING)
+        for rollout in self.buffer.open:
+            if rollout.state not in stays and (rollout.log or not self.episodes.exist):
+                self.move(rollout, RolloutState.DECODING)
+
+    async def admit(self) -> None:
+        """Give the round's rollouts to the generators, and open new episodes."""
+        self._decoding()
+        await self.episodes.open(self.buffer.open, lockstep=self.lockstep)
+        decoding = [r for r in self.buffer.open if r.state is RolloutState.DECODING]
+        new = [r for r in decoding if not self.pool.holds(r)]
+        self._scoring.dispatched(new)
+        await self.pool.admit(new)
+
+    def close(self) -> tuple[Sequence[Rollout], Mapping[str, float]]:
+        """End the round; return its rollouts and metrics."""
+        batch, carried = self.buffer.take()
+        for rollout in carried:
+            if rollout.state is RolloutState.DECODING:
+                self.move(rollout, RolloutState.CARRIED)
+        self.is_open = False
+        return batch, {**self.metrics, "schedule/carried": float(len(carried))}
+
+    async def answer(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """Return greedy answers to an evaluation's prompts; carried rollouts go on beside them.
+
+        Their ids are below 0, so that the random numbers of training do not depend on them.
+        """
+        greedy = Sampling(self._settings.max_new_tokens, temperature=0.0)
+        answers = [Rollout(-i, prompt, -i, sampling=greedy) for i, prompt in enumerate(prompts, 1)]
+        self.answers.dispatch(answers)
+        self._decoding()
+        self.episodes.add(answers, self.answers, greedy=True)
+        await self.episodes.open(answers, lockstep=self.lockstep)
+        if not self.episodes.exist:
+            await self.pool.admit(answers)
+        await self.pool.decode(gathers=False)
+        answers, self.answers = list(self.answers.rollouts.values()), Ledger()
+        self.episodes.forget(answers)
+        return answers
+
+    # -- rollouts -----------------------------------------------------------------------------
+
+    def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
+        super().move(rollout, state, because)
+        if rollout.id not in self.rollouts:
+            self.episodes.forget([rollout])
+
+    def join(self, fork: Rollout) -> None:
+        super().join(fork)
+        self.buffer.join(fork)
+
+    def drop(self, fork: Rollout) -> None:
+        self.buffer.drop(fork)
+        super().drop(fork)
+
+    def started(self, rollout: Rollout) -> None:
+        self._scoring.dispatched([rollout])
+
+    def extended(self, chunk: Chunk) -> None:
+        self._scoring.extended(chunk)
+
+    def ended(self, rollout: Rollout) -> None:
+        """Have a rollout scored, and perhaps its group chosen for the round."""
+        self.move(rollout, RolloutState.FINISHED)
+        self.meter.ended(rollout)
+        self._scoring.ended(rollout)
+        for chosen in self.buffer.ended(rollout):
+            self._scoring.chosen(chosen)
+
+    def sort_out(self, batch: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
+        """Return the scored rollouts that are trained on, and those that are left out."""
+        reasons = reasons_to_reject(
+            batch,
+            failures_allowed=self._settings.failures_allowed,
+            group_at_least=self._settings.group_at_least,
+            weights=self._settings.reward_weights,
+        )
+        kept = [r for r in batch if r.id not in reasons]
+        rejected = [r for r in batch if r.id in reasons]
+        for rollout in rejected:
+            self.move(rollout, RolloutState.REJECTED, reasons[rollout.id])
+        for rollout in kept:
+            self.move(rollout, RolloutState.SCORED)
+        return kept, rejected
+
+    def ask_again(self, generated: Iterable[Sequence[Rollout]]) -> None:
+        """Repeat the requests for scores and answers that a restart has cut off."""
+        scoring, rounds = self._scoring, [r for batch in generated for r in batch]
+        waiting = [r for r in self.buffer.open if r.state is RolloutState.WAITING]
+        scoring.dispatched(r for r in waiting if r.log)
+        for rollout in waiting:
+            if self.episodes.is_unanswered(rollout):
+                self.episodes.ask(rollout)
+        for rollout in (*self.buffer, *rounds):
+            if rollout.finish and not scoring.is_scored(rollout):
+                given = (*self._settings.environment_rewards, ENVIRONMENT)
+                rollout.scores = {k: s for k, s in rollout.scores.items() if k in given}
+                scoring.ended(rollout)
+        for rollout in (*self.buffer.chosen, *rounds):
+            if not scoring.is_scored(rollout):
+                scoring.chosen(rollout)
+        for batch in generated:
+            scoring.gathered([r for r in batch if not scoring.is_scored(r)])
