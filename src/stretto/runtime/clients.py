@@ -1,4 +1,4 @@
-"""The roles of a schedule, whose work is done wherever an executor carries it."""
+"""Clients for a schedule's roles. Executors run the work on a thread or in a process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from stretto.types import Reply, ScorerInfo, short_name
 from stretto.workers.threads import Executor
 
 Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
-"""What is called in place of the executor, by the method's name."""
+"""Functions called instead of the executor, by method name."""
 
 
 class Client:
-    """A role, a member with a unique name, which asks a service and traces its work."""
+    """A role that calls its service and traces the work. ``member`` is unique in the run."""
 
     def __init__(
         self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways
@@ -34,7 +34,7 @@ class Client:
     async def answer(
         self, method: str, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
     ) -> Any:
-        """Return what a call of a method answers, and record the work that it tells of."""
+        """Return the value of a method's reply, and trace the work that the reply lists."""
         work = self._span(self._methods[method].span)
         with self._tracer.awaiting(self._role, work) if work else nullcontext():
             reply = await call(*args)
@@ -51,14 +51,14 @@ class Client:
 
 
 class ScorerClient(Client):
-    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`."""
+    """A scorer on an executor. See :class:`~stretto.protocols.Scorer`."""
 
     def __init__(
         self,
-        info: ScorerInfo,  # at the start; calls that may change the facts answer with them
+        info: ScorerInfo,  # initial, replaced by calls that return a ScorerInfo
         executor: Executor,
         tracer: Tracer,
-        replica: str = "",  # name of one of several, unique in a run
+        replica: str = "",  # name of this replica if there are several, unique in a run
         ways: Ways | None = None,
         shown: str = "",  # name in traces
     ) -> None:

@@ -1,8 +1,8 @@
-"""The way of rollouts' keys and values from one generator's process to another's, point to point.
+"""Point-to-point transfer of rollouts' KV caches between the processes of two generators.
 
-The giver keeps them under a ticket. The ticket goes through the schedule, as a transfer without
-them would; when it comes to the taker, the giver sends them there, on a group of the two. Where
-that fails the taker prefills the tokens, as it would without keys and values.
+The giver stores the caches and passes a ticket through the schedule. When the ticket reaches the
+taker, the giver sends the caches over a process group of the two. If that fails, the taker prefills
+the tokens instead.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from stretto.weights.buckets import BucketPlan
 from stretto.weights.transfer import Meeting, Route, Transfers, choose_wires
 from stretto.workers.threads import Executor
 
-BUCKET_BYTES = 16 << 20  # of keys and values that travel at a time
-SAMPLE_BYTES = 8 << 20  # by which the way between two generators is measured
+BUCKET_BYTES = 16 << 20  # of KV cache sent at a time
+SAMPLE_BYTES = 8 << 20  # sent to measure the bandwidth between two generators
 
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """The ticket of one rollout's keys and values, in place of them."""
+    """A ticket that replaces one rollout's KV cache in a transfer."""
 
-    giver: str  # the generator that keeps them
-    bundle: int  # number of what travels together, unique with one giver
-    what: BucketPlan  # by which the bundle travels
-    version: int  # of the weights under which they were begun
-    route: Route | None = None  # the taker's way to the group, once the bundle is under way
+    giver: str  # the generator that stores the cache
+    bundle: int  # number of caches sent together, unique per giver
+    what: BucketPlan  # bucket layout of the bundle
+    version: int  # of the weights that computed the first keys and values
+    route: Route | None = None  # the taker's route, set once the bundle is being sent
 
 
 class KVStore:
-    """The keys and values that a generator's rank keeps for others, and fetches from them."""
+    """KV caches that a generator's rank stores for other generators or fetches from them."""
 
     def __init__(self, name: str, device: torch.device, rank: int = 0) -> None:
         self._name, self._device, self._rank, self._count = name, device, rank, 0
@@ -48,7 +48,7 @@ class KVStore:
         self._kept: dict[int, tuple[dict[str, torch.Tensor], Any]] = {}
 
     def keep(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
-        """Keep what transfers bring along, and put tickets in its place."""
+        """Store the transfers' caches and replace them by tickets."""
         caches = {t.rollout_id: t.cache for t in transfers if t.cache is not None}
         if not caches:
             return list(transfers)
@@ -78,7 +78,7 @@ class KVStore:
         self._giving.send(self._own(route), what, lambda part: tensors[part.name], begun)
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
-        """Put keys and values in the place of tickets; nothing where they do not come."""
+        """Replace tickets by their caches, or by None if a cache does not arrive."""
         came: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         found = []
         for transfer in transfers:
@@ -124,7 +124,7 @@ def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: KVHandle) -> R
 
 
 class KVRouter:
-    """The driver's side: it has bundles sent when their tickets come to a taker."""
+    """The driver's side: makes givers send bundles when tickets reach a taker."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._count = meeting, 0
@@ -140,8 +140,8 @@ class KVRouter:
     async def accept(
         self, name: str, responses: Sequence[Response], transfers: Sequence[KVTransfer]
     ) -> Reply[None]:
-        """Have bundles sent while the taker of that name waits for them."""
-        # Those of one giver in the order in which the taker asks for them: they share a channel.
+        """Let the taker ``name`` accept rollouts while the givers send their bundles."""
+        # A giver sends in the order in which the taker asks, because its bundles share a channel.
         by_giver: dict[str, dict[int, list[Route]]] = {}
         told = []
         for transfer in transfers:
@@ -160,9 +160,9 @@ class KVRouter:
         return accepted
 
     def bytes_per_s(self, giver: str, taker: str) -> float:
-        """Measure how fast keys and values travel from one generator to another. Blocks."""
+        """Measure the bandwidth from one generator to another. Blocks."""
         ways, seconds = self._routes(giver, taker), 0.0
-        for _ in range(2):  # in the first they meet
+        for _ in range(2):  # the first also sets up the group
             bundle, what = self._generators[giver].ask("sample")
             with ThreadPoolExecutor(1) as pool:
                 shipped = pool.submit(self._ship, taker, giver, {bundle: ways})
@@ -176,10 +176,10 @@ class KVRouter:
             try:
                 self._generators[giver].aside_on_all("ship", bundle, route, timeout_s=limit_s)
             except (RankError, TransferError):
-                self._groups.pop((giver, taker), None)  # the next bundle goes by another
+                self._groups.pop((giver, taker), None)  # the next bundle uses a new group
 
     def _routes(self, giver: str, taker: str) -> list[Route]:
-        """Return both ways to the group of two generators, which lasts until one is another."""
+        """Return the giver's and taker's routes. Their group lasts until one of them restarts."""
         one, two = self._generators[giver], self._generators[taker]
         lives = one.generation, two.generation
         epoch, before = self._groups.get((giver, taker), (0, None))

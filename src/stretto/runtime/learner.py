@@ -1,4 +1,4 @@
-"""The learner's service in its process, from which all weights travel."""
+"""The learner's service, which sends weights to all other processes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from stretto.workers.services import Service
 T = TypeVar("T")
 
 WARMUP = timedelta(days=7)
-"""What a warm-up may take, at most."""
+"""The longest that other ranks wait for a warm-up."""
 
 
 class LearnerService(Service):
-    """The learner, on each of its ranks; with each version it reads the probe, token ids [n, t]."""
+    """The learner on one of its ranks. It scores the probe, token ids [n, t], for each version."""
 
     role = Learner
     reads = frozenset({"stage", "stage_model"})
@@ -72,7 +72,7 @@ class LearnerService(Service):
         self._probed: dict[int, FloatArray] = {}
         self._rank, self._ranks, self._give_back = rank, ranks, give_back
         self._staged: dict[str, Any] | None = None
-        self._models: dict[str, nn.Module | None] = {}  # staged, by their use
+        self._models: dict[str, nn.Module | None] = {}  # staged copies, by use
 
     @property
     def light(self) -> frozenset[str]:
@@ -99,20 +99,21 @@ class LearnerService(Service):
         self._probed[version] = logprobs
 
     def offer(self, ref: WeightsRef) -> Offer:
-        """Say by which plan a version travels; on the side."""
+        """Return the transfer plan of a version. Called on the side."""
         assert isinstance(self._channel, WeightSender)
         plan = self._channel.plan(ref)
         probe = self._probed.get(ref.version) if ref.model == "actor" else None
         return Offer(plan.mark, plan.size, probe)
 
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
-        """Send this rank's parts of a version by its route; on the side, beside training."""
+        """Send this rank's parts of a version by its route. Called on the side, during training."""
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool, refs: Sequence[WeightsRef]) -> Reply[tuple[bool, int]]:
-        """Stage this rank's pieces, of kept versions too, as a copy if all have room; return
-        whether they are live, and the bytes of all ranks.
+        """Stage this rank's shards and those of ``refs``, copied if all ranks have room.
+
+        Returns whether they are live (not copied), and the bytes of all ranks.
         """
         state = self._packed(refs)
         claims = self._of_all(claim_of(state))
@@ -121,8 +122,10 @@ class LearnerService(Service):
         return Reply((not copy, sum(claim.size for claim in claims)))
 
     def stage_live(self, refs: Sequence[WeightsRef]) -> int:
-        """Stage this rank's pieces as they are, without a copy; return their bytes. On the side,
-        after :meth:`end_updates`: the ranks do not meet, as some may be in the middle of a call.
+        """Stage this rank's shards without a copy and return their bytes.
+
+        Called on the side, after :meth:`end_updates`. No collectives are used, because some ranks
+        may be in the middle of a call.
         """
         self._staged = self._packed(refs)
         return size_of(self._staged)
@@ -136,7 +139,7 @@ class LearnerService(Service):
         return shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
 
     def write(self, folder: Path) -> tuple[str, FileSum]:
-        """Write each rank's staged file, on the side. Return its name and sum."""
+        """Write this rank's staged file, on the side. Return its name and checksum."""
         state, self._staged = self._staged, None
         assert state is not None
         file = folder / shard_files.file_name(self._rank, self._ranks)
@@ -144,17 +147,17 @@ class LearnerService(Service):
             return file.name, shard_files.write(file, state)
 
     def load(self, path: Path, kept: Sequence[WeightsRef]) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state in files, with versions of other weights. Return its own tickets."""
+        """Load a state from files, and the versions in ``kept``. Return tickets of the weights."""
         state = self._read(path)
         self._learner.load_state_dict(state)
         refs = self.offered()
-        for ref in kept:  # the newest version, too, if weights have changed since
+        for ref in kept:  # may include the newest version, if weights have changed since
             stored = state[shard_files.PUBLISHED][ref.model, ref.version]
             self._channel.put(ref, self._learner.trained[ref.model].from_pieces(stored))
         return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:
-        """Offer the weights as they are, as the version that they have."""
+        """Offer the current weights under their current version."""
         refs = self._learner.offer()
         self._read_probe(refs["actor"].version)
         return refs
@@ -163,7 +166,7 @@ class LearnerService(Service):
         return Reply(self._learner.weights())
 
     def end_updates(self) -> bool:
-        """Let no update begin any more; return whether the weights are whole. On the side."""
+        """Refuse further updates and return whether the weights are consistent. On the side."""
         return self._learner.trained["actor"].end_updates()
 
     def save(self, folder: Path) -> None:
@@ -189,7 +192,7 @@ class LearnerService(Service):
             state = shard_files.read(path)
         except StateError as raised:
             error = raised
-        # All ranks raise what any raised, as the others would wait.
+        # If one rank fails all must raise, otherwise the rest would wait for it.
         if found := next(filter(None, self._of_all(error)), None):
             raise found
         return state
@@ -202,7 +205,7 @@ class LearnerService(Service):
 
 
 def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
-    """Make the learner's service, in its process, or in each of its ranks."""
+    """Make the learner's service on one of its ranks."""
     setup.prepare()
     _grow_segments(setup)
     device, ranks = pick_device(setup.config.model.device), dist.get_world_size()
@@ -213,14 +216,14 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     factory = RoleFactory(config, notes.append)
     rewards = factory.critic_rewards(prompts.tokenizer, overrides)
     first = dist.get_rank() == 0
-    # The first rank warms up, the others read its outcome: they wait longer than for collectives.
+    # The first rank warms up and the rest read its outcome. That takes longer than collectives may.
     waiting = dist.new_group(backend="gloo", timeout=WARMUP) if config.warmup_examples else None
     if waiting and not first:
         dist.barrier(waiting)
     models = trained_models(config, prompts, rewards, stack, notes.append, overrides)
     if waiting and first:
         dist.barrier(waiting)
-    if setup.alone and not config.pipeline.ranks:  # others read cached keys and values
+    if setup.alone and not config.pipeline.ranks:  # other roles need cached keys and values
         for module in filter(None, (models.actor, models.critic)):
             backend_of(device).pack_sequences(module)
     frozen = frozen_mark(models.actor)
@@ -246,16 +249,16 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     service = LearnerService(made, sender, prompts, ready, probe, rank, ranks, setup.give_back)
     service.offloaded = _offloaded(made, setup)
     service._ready = replace(ready, refs=service.offered())
-    del models, rewards  # such as a reference, which is here for nothing
+    del models, rewards  # frees models that are no longer needed, for example the reference
     setup.give_back()
     return service
 
 
 def _grow_segments(setup: RoleSetup) -> None:
-    """Let the allocator's segments grow, which passes of changing sizes would leave in pieces.
+    """Use expandable segments, because batches of changing sizes fragment fixed ones.
 
-    Not where others are on the GPUs: they read the weights' buckets in place (CUDA IPC), and may
-    open a segment that grows only if they may trace this process. A user's own setting stays.
+    Skipped if other processes share the GPUs: they read the buckets of weights in place (CUDA IPC),
+    which for expandable segments needs the right to trace this process. A user's setting wins.
     """
     named = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     on_gpu = pick_device(setup.config.model.device).type == "cuda"
@@ -264,7 +267,7 @@ def _grow_segments(setup: RoleSetup) -> None:
 
 
 def _offloaded(learner: PolicyLearner, setup: RoleSetup) -> OffloadedTensors | None:
-    """Offload what only updates need; the first update of each step waits for it."""
+    """Offload the tensors of updates. The first update of each step waits for their return."""
     models = [model for model in learner.trained.values() if isinstance(model, TrainedModel)]
     offloaded = setup.offloaded(
         LEARNER, lambda: chain.from_iterable(model.of_updates() for model in models)

@@ -19,30 +19,30 @@ from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
 SENDER, ADAPTED, COPY_STREAM = "sender", "adapted", "copy stream"
-"""What services of a process share: the learner's weights, its actor where only adapters of it are
-trained, and the stream of offloaded tensors."""
+"""Keys of ``RoleSetup.shared``: the learner's sender of weights, its actor if only adapters are
+trained, and the stream that copies offloaded tensors."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
-"""Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
+"""Shape of the probe. Each sequence gives log-probs of all tokens but the first, 64 in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSetup:
-    """What a role's service is made from in its process."""
+    """Arguments from which a process builds the service of a role."""
 
     run_config: Config
     overrides: Overrides
-    threads: int  # of torch in this process
+    threads: int  # torch's threads in this process
     devices: Sequence[str]  # of the group's ranks
-    shares_weights: bool = False  # all that follow the learner are in its process, never behind it
-    offload: bool = False  # roles leave tensors in the host's memory while others work
-    alone: bool = False  # the process has one role
-    shares_gpus: bool = False  # other processes work on the same GPUs
-    shared: dict[str, Any] = field(default_factory=dict)  # what services leave for each other
+    shares_weights: bool = False  # followers are in the learner's process and never lag
+    offload: bool = False  # idle roles keep their tensors in host memory
+    alone: bool = False  # in its process
+    shares_gpus: bool = False  # with other processes
+    shared: dict[str, Any] = field(default_factory=dict)  # objects shared by the process's services
 
     @property
     def config(self) -> Config:
-        """The settings of this process: ``model.device`` is its own."""
+        """The settings, with this process's device as ``model.device``."""
         device = self.devices[dist.get_rank()]
         return self.run_config.changed_in("model", device=device)
 
@@ -50,11 +50,11 @@ class RoleSetup:
         prepare_torch(self.run_config.seed, self.threads)
 
     def for_loading(self) -> Self:
-        """Return the setup by which models are loaded: by ranks that divide them, on the CPU."""
+        """Return the setup for loading models: on the CPU if several ranks shard them."""
         return self if dist.get_world_size() == 1 else self.on_host()
 
     def on_host(self) -> Self:
-        """Return the setup by which models are loaded on the CPU, and left in their files."""
+        """Return the setup that loads models on the CPU, mapped from files if not warmed up."""
         m, config = self.config.model, self.run_config
         dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
         return replace(
@@ -71,7 +71,7 @@ class RoleSetup:
     def offloaded(
         self, owner: str, find: Callable[[], Iterable[Tensor]]
     ) -> OffloadedTensors | None:
-        """Offload a role's tensors between its calls; ``None`` where all roles keep theirs."""
+        """Offload a role's tensors between calls. Returns None if ``offload`` is off."""
         if not self.offload:
             return None
         if COPY_STREAM not in self.shared:
@@ -81,39 +81,39 @@ class RoleSetup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The message of the learner's process to the others, once its models are loaded."""
+    """The learner's message to the other processes once its models are loaded."""
 
-    refs: Mapping[str, WeightsRef]  # tickets for the trained weights, as training starts
-    frozen: str  # fingerprint of the actor's parameters that are not trained
-    notes: Sequence[str]  # lines for people
-    dtype: torch.dtype  # in which the learner computes
+    refs: Mapping[str, WeightsRef]  # tickets for the initial trained weights
+    frozen: str  # fingerprint of the actor's frozen parameters
+    notes: Sequence[str]  # lines for the log
+    dtype: torch.dtype  # of the learner's computation
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The message of the learner before its weights travel."""
+    """The learner's message before it sends weights."""
 
-    mark: str  # of the plan by which they do
-    size: int  # bytes, of all ranks
-    probe: FloatArray | None  # log-probs of the probe under the actor's, [n, t]
+    mark: str  # of the transfer plan
+    size: int  # bytes of all ranks
+    probe: FloatArray | None  # the learner's log-probs of the probe, [n, t]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The message of a follower that has loaded weights."""
+    """A follower's message after it has loaded weights."""
 
-    mark: str  # of what was received
-    probe: FloatArray | None = None  # an engine's log-probs of the probe under them, [n, t]
-    moved: int = 0  # bytes that went between ranks of one group
+    mark: str  # of the received data
+    probe: FloatArray | None = None  # an engine's log-probs of the probe, [n, t]
+    moved: int = 0  # bytes sent between ranks of one group
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:
-    """The message of a generator about what moving rollouts costs."""
+    """A generator's measured costs of moving rollouts."""
 
     prefill_tokens_per_s: float
-    kv_bytes: int  # of keys and values of one token; 0 where they do not move
-    host_bytes_per_s: float = 0.0  # to the host, or back; 0 where that is the same memory
+    kv_bytes: int  # KV cache per token (0: caches cannot be moved)
+    host_bytes_per_s: float = 0.0  # between device and host (0: one memory)
 
 
 def probe_of(prompts: Sequence[Prompt]) -> IntArray:
