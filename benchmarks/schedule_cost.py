@@ -76,7 +76,7 @@ def bare(description: Cluster) -> float:
         (generator,), w = roles.generators, description.workload
         scorers = [replica.scorer for replica in roles.replicas]
         size = description.schedule.chunk_tokens
-        prompt = make_schedule(description, roles, spans)._next_prompt()
+        prompt = make_schedule(description, roles, spans)._rounds._next_prompt()
         start_s = time.process_time()
         for step in range(w.steps):
             rollouts = [Rollout(step * w.batch + i, prompt, i) for i in range(w.batch)]

@@ -40,7 +40,7 @@ def add_lora(
     lora = LoraConfig(
         task_type=kind,
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # peft divides by it: a float is fine
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float is fine
         lora_dropout=0.0,
         use_rslora=config.lora_kind == "rslora",
         use_dora=config.lora_kind == "dora",
