@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,7 +30,7 @@ pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs
 
 
 LONG = frozenset(Path(__file__).with_name("long.txt").read_text().split("\n")[2:-1])
-"""Tests, or all cases of tests, that take over three seconds; ``make test`` leaves them out."""
+"""Tests, or all cases of tests, that take long. ``make test`` leaves them out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,6 +67,11 @@ def _no_collection_as_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _path_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading a user's file adds its folder to the path, which must not hide other tests' files."""
+def _imports_of_users_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test's files, and the folders that loading them adds, must not hide other tests' files."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(tempfile.gettempdir()):
+            del sys.modules[name]

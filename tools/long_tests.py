@@ -1,7 +1,7 @@
 """Write ``tests/long.txt``, the tests that ``make test`` leaves out, from a report of pytest.
 
     python -m pytest -n 4 --dist worksteal --junit-xml report.xml
-    python tools/long_tests.py report.xml 3
+    python tools/long_tests.py report.xml 2
 
 The second argument is the limit in seconds. Durations contain a test's own set-up. Where several
 tests run at once on few cores, a limit of twice the seconds is about what a test takes alone.
@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 LIST = Path(__file__).parents[1] / "tests" / "long.txt"
 HEAD = """\
-# Tests that take over three seconds on two cores. Made by: tools/long_tests.py
+# Tests that took over {limit_s} s with four at a time on two cores. Made by: tools/long_tests.py
 # 'make test' leaves them out; CI, 'make test-all' and pytest itself run them.
 """
 
@@ -32,7 +32,8 @@ def main(report: str, limit_s: str) -> None:
     """Write the list of tests that a report says took more than so many seconds."""
     cases = ElementTree.parse(report).iter("testcase")
     long = sorted({node(c) for c in cases if float(c.attrib["time"]) > float(limit_s)})
-    LIST.write_text(HEAD + "".join(f"{name}\n" for name in long), encoding="utf-8")
+    head = HEAD.format(limit_s=limit_s)
+    LIST.write_text(head + "".join(f"{name}\n" for name in long), encoding="utf-8")
     print(f"{len(long)} tests in {LIST}")
 
 
