@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +21,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import bitsandbytes
 
 import stretto
+from engine_helpers import engine, finish, rollouts
 from helpers import VOCABULARY, critic_of, llama
 from raising import raises
+from rounding import rounding
 from stretto import Config
 from stretto.assembly.models import Overrides, make_actor, with_adapters
 from stretto.config import ModelConfig, recipes
 from stretto.errors import ConfigError, MissingExtraError, ModelError, RewardError
+from stretto.models.devices import Backend, CudaBackend
 from stretto.models.heads import critic_from_actor, reward_model_from
 from stretto.models.info import described, with_adapter_settings
 from stretto.models.load import (
@@ -34,7 +38,14 @@ from stretto.models.load import (
     load_tokenizer,
     save_model,
 )
-from stretto.models.lora import add_lora, load_lora, merge_lora, starting_policy, trained_names
+from stretto.models.lora import (
+    FusedAdapters,
+    add_lora,
+    load_lora,
+    merge_lora,
+    starting_policy,
+    trained_names,
+)
 from stretto.models.weights import fingerprint_of, with_own_structure, with_own_weights
 from stretto.observe import RunDirectory
 from stretto.planner.memory import NF4
@@ -638,3 +649,114 @@ def test_a_run_trains_adapters_on_4_bits(
         model__load_in_4bit=True,
     )
     assert (logits(load_causal_lm(result.model, torch.float32, CPU)) - start).abs().max() > 1e-3
+
+
+def adapted(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model in adapters that change what it computes, as trained ones in their own type."""
+    config = ModelConfig(lora_rank=4, lora_alpha=6, **changes)
+    model: Any = add_lora(llama(dtype=dtype), config, "CAUSAL_LM")
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    return model
+
+
+@torch.inference_mode()
+def logits_of(model: Any, fused: FusedAdapters | None = None) -> Tensor:
+    with fused or nullcontext():
+        logits: Tensor = model(IDS).logits
+    return logits.double()
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora"])
+def test_fused_adapters_are_the_same_function(kind: str) -> None:
+    """Each layer in float64, to its rounding; and the logits in float32, to that of float32."""
+    model = adapted(lora_kind=kind)
+    plain, fused, calls = logits_of(model), FusedAdapters(model), list[Any]()
+    assert len(fused.layers) == 2 * 7
+    for layer in fused.layers:
+        layer.lora_A["default"].register_forward_hook(lambda *given: calls.append(given) or None)
+    got = logits_of(model, fused)
+    assert not calls  # otherwise peft has computed it
+    scale = plain.abs().max().item()
+    assert (got - plain).abs().max().item() <= 10 * scale * rounding(200)
+    assert torch.equal(logits_of(model), plain)
+    assert len(calls) == 2 * 7
+    fused = FusedAdapters(model.double())
+    for layer in fused.layers:
+        x = torch.randn(
+            2, 9, layer.in_features, generator=torch.Generator().manual_seed(2)
+        ).double()
+        with torch.inference_mode():
+            expected, base = layer(x), layer.get_base_layer()(x)
+            with fused:
+                got = layer(x)
+        scale = expected.abs().max().item()
+        assert (expected - base).abs().max().item() > 0.01 * scale
+        assert (got - expected).abs().max().item() <= scale * rounding(200, torch.float64)
+
+
+def test_fused_adapters_keep_small_updates_in_bfloat16() -> None:
+    """Merged into weights in bfloat16, most of such an update is lost."""
+    model = adapted(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 2.0**-12
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    merged = layer.get_base_layer().weight + layer.get_delta_weight("default").bfloat16()
+    delta = (merged - layer.get_base_layer().weight).float()
+    true = layer.get_delta_weight("default").float()
+    assert (delta - true).norm() > 0.5 * true.norm()
+    x = torch.randn(64, layer.in_features, generator=torch.Generator().manual_seed(2)).bfloat16()
+    low = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    update = x.double() @ low[0].double().T @ low[1].double().T * layer.scaling["default"]
+    fused = FusedAdapters(model)
+    with torch.inference_mode(), fused:
+        layer.get_base_layer().weight.data.zero_()
+        got = layer(x).double()
+    assert (got - update).norm() <= 2.0**-7 * update.norm()
+
+
+def test_fused_adapters_follow_the_trained_ones_in_the_same_memory() -> None:
+    """CUDA graphs hold addresses, and an optimizer changes weights in place."""
+    model = adapted(torch.bfloat16)
+    fused = FusedAdapters(model)
+    first = logits_of(model, fused)
+    places = [copy.data_ptr() for copy in fused._copies]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.5)
+    assert (logits_of(model, fused) - first).abs().max() > 0.1
+    assert torch.equal(logits_of(model, fused), logits_of(model, FusedAdapters(model)))
+    assert [copy.data_ptr() for copy in fused._copies] == places
+
+
+def test_layers_of_another_kind_are_not_fused() -> None:
+    assert not FusedAdapters(llama()).layers
+    assert not FusedAdapters(adapted(lora_kind="dora")).layers
+    assert not FusedAdapters(adapted(), on=False).layers
+    model = adapted()
+    with model.disable_adapter():
+        assert not FusedAdapters(model).layers
+
+
+def test_an_engine_on_a_gpu_fuses_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are those of peft's passes, and the layers are peft's again afterwards."""
+    found = []
+    for fuses in (False, True):
+        monkeypatch.setattr(Backend, "fuses_adapters", fuses)
+        model = adapted()
+        e = engine(model)
+        made = rollouts([[3, 4, 5], [7, 8], [9]])
+        e.admit([r.response() for r in made])
+        finish(e, made)
+        assert len(e._adapters.layers) == (14 if fuses else 0)
+        assert not any("forward" in vars(m) for m in model.modules())
+        found.append(made)
+    assert CudaBackend.fuses_adapters
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert ours.logprobs != theirs.logprobs

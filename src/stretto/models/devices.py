@@ -71,12 +71,14 @@ class Backend:
     Attributes:
         graphs: whether decode steps can be replayed as CUDA graphs.
         steps_unread: decode steps that an engine launches, at most, before it reads their tokens.
+        fuses_adapters: whether an engine computes LoRA's adapters in fewer kernels than peft does.
         pinned: whether copies to the device are faster from pinned memory.
         collectives: torch's name of the backend for several ranks.
     """
 
     graphs = False
     steps_unread = 1
+    fuses_adapters = False
     pinned = False
     collectives = "gloo"
 
@@ -215,6 +217,7 @@ class CudaBackend(Backend):
 
     graphs = True
     steps_unread = 8
+    fuses_adapters = True
     pinned = True
     collectives = "nccl"
 

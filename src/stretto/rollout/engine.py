@@ -30,6 +30,7 @@ from stretto.models.backend import backend_of
 from stretto.models.cached import RowCache, SlotCache
 from stretto.models.devices import PackedLinears
 from stretto.models.forward import backbone, plain_states, positions, unwrapped
+from stretto.models.lora import FusedAdapters
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings, Row
@@ -89,10 +90,10 @@ class TorchEngine(Engine):
 
     The model is used as it is, without a copy: a learner that trains the very same module syncs its
     weights by a version number and a fingerprint alone. While the engine decodes on a CPU in
-    bfloat16, the module's linear layers are changed for that time; another thread that uses the
-    module needs a copy (:func:`~stretto.models.weights.with_own_structure`). Many short calls of
-    :meth:`decode` and one long call sample the same tokens, on a CPU in the same forward passes. On
-    a GPU a row may stay in them for some steps after its end (:meth:`_steps_unread`).
+    bfloat16, or on a GPU with adapters, the module's layers are changed for that time. Another
+    thread that uses it needs a copy (:func:`~stretto.models.weights.with_own_structure`). Many
+    short calls of :meth:`decode` and one long call sample the same tokens, on a CPU in the same
+    forward passes. On a GPU a row may stay in them after its end (:meth:`_steps_unread`).
     """
 
     capabilities = Capabilities(
@@ -112,7 +113,9 @@ class TorchEngine(Engine):
         self._cache = SlotCache(0)
         self._pass, self._steps = decoder(model, self._cache, config)
         self._graphed = isinstance(self._steps, GraphedDecode)
-        self._most_unread = backend_of(self.device).steps_unread
+        backend = backend_of(self.device)
+        self._most_unread = backend.steps_unread
+        self._adapters = FusedAdapters(model, on=backend.fuses_adapters and not self._sliced)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         self._proposer: Proposer | None = None
         if config.speculative_tokens:
@@ -159,7 +162,7 @@ class TorchEngine(Engine):
         if self._probe is None or self._probe.cache.slots != len(ids):
             self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
         self._probe.cache.reserve(ids.shape[1])
-        with self._packed:
+        with self._packed, self._adapters:
             for at in range(ids.shape[1] - 1):
                 positions = torch.full_like(ids[:, at], at)
                 logits = self._probe.next_logits(ids[:, at], positions, at + 1)
@@ -207,7 +210,7 @@ class TorchEngine(Engine):
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
         steps = 0
         try:
-            with self._packed:
+            with self._packed, self._adapters:
                 while steps < max_tokens and not 0 < stop_after <= self._finished:
                     self._fill_slots()
                     if not self._rows:
@@ -218,6 +221,7 @@ class TorchEngine(Engine):
                     steps += self._take_unread(count, left) if count > 1 else self._step()
         finally:
             self._packed.restore()  # an interruption may strike on the way into or out of it
+            self._adapters.restore()
         return steps
 
     @torch.inference_mode()
