@@ -1,4 +1,4 @@
-"""The placement of roles on processes: which stand together, on what, with how many threads."""
+"""Placement of roles in processes, with devices and threads."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ PROCESS_BYTES = 400 << 20
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """A role in a process."""
+    """A role's place in a process."""
 
     role: str  # unique name
-    scorer: str = ""  # name of the scorer, which replicas share
-    host: int | None = None  # the generator in whose process it is, by number
+    scorer: str = ""  # name of the scorer, shared by its replicas
+    host: int | None = None  # number of the generator in the same process
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """A process, or several ranks that hold its roles together."""
+    """A process, or several ranks that share its roles."""
 
-    name: str  # for messages and files
+    name: str  # in messages and file names
     roles: tuple[RolePlacement, ...]
-    threads: int  # of torch, in each rank; 0 leaves its choice
-    devices: tuple[str, ...]  # of each rank, as torch names it
-    offload: bool = False  # roles leave tensors in the host's memory while others of them work
-    python: str = ""  # interpreter of the ranks; empty for this one
-    tp: int = 1  # neighbouring ranks, which share out layers and belong on one machine
+    threads: int  # of torch in each rank (0: torch's default)
+    devices: tuple[str, ...]  # torch device of each rank
+    offload: bool = False  # idle roles keep their tensors in host memory
+    python: str = ""  # interpreter of the ranks ("": this one)
+    tp: int = 1  # neighbouring ranks that shard layers and must be on one machine
 
     @property
     def device(self) -> str:
@@ -51,7 +51,6 @@ class ProcessPlacement:
 
 
 def learner_layout(cluster: ClusterConfig) -> ShardLayout:
-    """Return the layout of the learner's ranks."""
     from stretto.models.shards import ShardLayout
 
     process = cluster.process_of(LEARNER)
@@ -59,7 +58,7 @@ def learner_layout(cluster: ClusterConfig) -> ShardLayout:
 
 
 def shares_weights(knobs: Knobs, found: Sequence[ProcessPlacement]) -> bool:
-    """Return whether all that follow the learner are in its process, and never behind it."""
+    """Return whether all followers are in the learner's process and never lag."""
     elsewhere = [placed for process in found[1:] for placed in process.roles]
     followers = [placed for placed in elsewhere if placed.scorer in ("", "critic")]
     return not followers and not knobs.lag
@@ -68,7 +67,7 @@ def shares_weights(knobs: Knobs, found: Sequence[ProcessPlacement]) -> bool:
 def model_scorers(
     algorithm: AlgorithmConfig, reward: RewardConfig, brought: Collection[str] = ()
 ) -> list[str]:
-    """Return the names of scorers that are models, some of which the caller brings, in order."""
+    """Return the names of model scorers in order, including models passed in (``brought``)."""
     names = [s.name for s in reward.parsed if s.kind == "model" or s.name in brought]
     if algorithm.has_reference:
         names.append("reference")
@@ -80,7 +79,7 @@ def model_scorers(
 def places(
     config: Config, cores: int, gpus: int, brought: Collection[str] = ()
 ) -> list[ProcessPlacement]:
-    """Place all roles, the learner's process first; raise ConfigError if one has no place."""
+    """Place all roles, the learner's process first. Raises ConfigError if that is impossible."""
     models = model_scorers(config.algorithm, config.reward, brought)
     knobs, engines = config.schedule.knobs, config.rollout.engines
     if config.runtime == "inline":
@@ -98,7 +97,7 @@ def places(
             threads = _threads(roles, shares)
         if not threads and ranks > 1:
             threads = config.threads or cores
-        # Ray gives each rank a GPU, of whatever number.
+        # Ray chooses the GPU of each rank.
         given = "" if config.runtime == "ray" and process.device == "cuda" else process.device
         first = sum(device != "cpu" for other in found for device in other.devices)
         found.append(
@@ -152,7 +151,7 @@ def _roles(
     process: ProcessConfig, engines: int, models: Collection[str]
 ) -> tuple[RolePlacement, ...]:
     host = _host(process.roles, engines)
-    roles = sorted(process.roles, key=lambda role: role != LEARNER)  # it leaves things for others
+    roles = sorted(process.roles, key=lambda role: role != LEARNER)  # sets RoleSetup.shared
     scorers = [_scorer_of(role, models) for role in roles]
     return tuple(
         RolePlacement(role, scorer, host if scorer else None)
@@ -202,7 +201,7 @@ def _check_listed(listed: Sequence[str], others: Sequence[str], models: Sequence
 def remarks(
     knobs: Knobs, engines: int, found: Sequence[ProcessPlacement], cores: int, gpus: int
 ) -> list[str]:
-    """Return remarks on a placement that is possible, and wasteful."""
+    """Return warnings about a valid but wasteful placement."""
     notes = []
     busy = sum((p.threads or cores) * len(p.devices) for p in found if p.device == "cpu")
     if knobs.overlaps(engines) and busy > 2 * cores:
@@ -239,7 +238,7 @@ def published(knobs: Knobs, found: Sequence[ProcessPlacement]) -> int:
 
 
 def table(knobs: Knobs, found: Sequence[ProcessPlacement], role_bytes: Mapping[str, int]) -> str:
-    """Return the placement as a table, with the memory of each process."""
+    """Format the placement as a table with the memory of each process."""
     wide = max(len("roles"), *(len(roles) for process in found for roles in _ranks(process)))
     lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
     for process in found:
@@ -261,7 +260,7 @@ def _ranks(process: ProcessPlacement) -> list[str]:
 
 
 def _check_generators(engines: int, found: Sequence[ProcessPlacement]) -> None:
-    """Refuse generators of different cuts, as rollouts move between them with keys and values."""
+    """Refuse generators with different tp, because rollouts move between them with KV caches."""
     names = generator_names(engines)
     cuts = {r.role: len(p.devices) for p in found for r in p.roles if r.role in names}
     if len(set(cuts.values())) > 1:

@@ -1,4 +1,4 @@
-"""A run: roles on the workers of a placement, behind one schedule."""
+"""A run: a schedule over roles on threads or processes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import stacks
 from stretto.workers.threads import CallerThread, Executor, ThreadExecutor, WorkerThread
 
-PATIENCE_S = 60.0  # that the end of a run waits for the learner to end an update of its weights
-SAVE_S = 3600.0  # in which the model must have been written
-COPY_GAIN = 100.0  # copying keys and values within one memory is so much faster than computing
+PATIENCE_S = 60.0  # how long shutdown waits for an update of the weights in progress
+SAVE_S = 3600.0  # time limit for writing the model
+COPY_GAIN = 100.0  # assumed speed of copying a KV cache in memory, relative to prefill
 
 
 Workers = ThreadWorkers | ProcessWorkers
@@ -63,16 +63,16 @@ class DriverState(NamedTuple):
 
 
 class Halted(NamedTuple):
-    """A run whose work has ended."""
+    """The outcome of :meth:`Run.halt`."""
 
-    whole: bool  # the actor's weights are, of one update
-    staged: Staged | None = None  # the state that was asked for
-    lost: str = ""  # why it could not be staged
+    whole: bool  # the actor's weights are not in the middle of an update
+    staged: Staged | None = None  # the requested state
+    lost: str = ""  # why the state could not be staged
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has been put together; :mod:`stretto.runs` takes its steps."""
+    """An assembled run. :mod:`stretto.runs` takes its steps."""
 
     overrides: Overrides
     prompts: PromptSource
@@ -82,8 +82,8 @@ class Run:
     memory: MemoryWatch | None
     lags: bool  # followers may work with older weights than the learner's
     schedule: Schedule
-    spans: Spans  # what worked on what, and when
-    held_out: HeldOut | None  # what it is evaluated on, where the settings ask for that
+    spans: Spans  # trace of all work
+    held_out: HeldOut | None  # evaluation prompts, if evaluation is on
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -94,7 +94,7 @@ class Run:
         return self.workers.executors[LEARNER]
 
     async def stage(self, *, copy: bool = True) -> Staged:
-        """Take all that changes, between two steps, under ``weights_lock``; by default a copy."""
+        """Stage the state between two steps, under ``weights_lock``. Copied by default."""
         state = self.driver_state()
         live, size = (await self.learner.call("stage", copy, state.kept)).value
         return self._staged(state, size, live=live)
@@ -115,7 +115,7 @@ class Run:
         return Staged({DRIVER: write_driver, LEARNER_FOLDER: write_learner}, live)
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up ``driver.pt``, and the learner's state from files, maybe of another runtime."""
+        """Load ``driver.pt`` and the learner's files, which may come from another runtime."""
         driver = state[DRIVER]
         self.prompts.load_state_dict(driver["prompts"])
         channel = self.workers.channel
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def _kept(self) -> Sequence[WeightsRef]:
-        """Tickets of weights that the learner may not have any more, and others have or will."""
+        """Tickets of weights in use or pending, which may be older than the learner's."""
         held, pending = self.schedule.fleet.held, self.schedule.pending
         return [*held.values(), *pending.values()] if self.lags else []
 
@@ -139,12 +139,12 @@ class Run:
         return "\n\n".join(g.ranks.stacks() for g in self.workers.groups) or stacks()
 
     def save(self, folder: Path) -> None:
-        """Write the trained model, whole or not at all."""
-        # On the side, as the learner may be in the midst of a step that is broken off.
+        """Write the trained model atomically."""
+        # On the side, because the learner may be in the middle of an aborted step.
         self.learner.aside_on_all("save", folder.absolute(), timeout_s=SAVE_S)
         brought = {"actor": self.overrides.actor, "critic": self.overrides.critic}
         own = {name: model for name, model in brought.items() if model is not None}
-        if own and self.workers.groups:  # the caller's models are trained, as if in place
+        if own and self.workers.groups:  # as if trained in place
             trained = self.learner.aside_on_all("trained", timeout_s=SAVE_S)[0].value
             for name, model in own.items():
                 copy_into(model, trained[name])
@@ -154,17 +154,17 @@ class Run:
         await self.learner.call("stage_model", use, ref)
 
     def save_staged(self, use: str, folder: Path) -> None:
-        """Write that copy, whole or not at all, while training goes on."""
+        """Write the staged copy atomically, during training."""
         self.learner.aside_on_all("save_staged", use, folder.absolute(), timeout_s=SAVE_S)
 
     def halt(self, state: DriverState | None = None) -> Halted:
-        """End all work, after an error or a signal.
+        """End all work after an error or a signal.
 
-        With the driver's state, the learner's is staged next to it. The caller must be sure that
-        the learner has trained on nothing since that state was taken.
+        If the driver's state is passed in, the learner's state is staged with it. The learner must
+        not have trained since that state was taken.
         """
         self.workers.close_followers()
-        for function in self.functions:  # a thread that waits for one cannot be interrupted
+        for function in self.functions:  # a thread that waits for a function cannot be interrupted
             function.close()
         self.sync.close()
         aside = self.learner.aside_on_all
@@ -174,7 +174,7 @@ class Run:
                 return Halted(whole)
             try:
                 sizes = aside("stage_live", state.kept, timeout_s=PATIENCE_S)
-            except StrettoError as error:  # for example of a rank that is gone
+            except StrettoError as error:  # for example because a rank is gone
                 return Halted(whole, lost=first_line(error))
             return Halted(whole, self._staged(state, sum(sizes), live=True))
         except RankError:
@@ -190,7 +190,7 @@ def start(
     overrides: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
 ) -> Run:
-    """Put a run together on the runtime that the settings name; its processes log to a folder."""
+    """Assemble a run on the configured runtime. Its processes log to ``folder``."""
     prepare_torch(config.seed, config.threads)
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
@@ -213,10 +213,10 @@ def start(
     spans = Spans(RealClock(), workers.devices, workers.processes)
     meeting = None
     if workers.meeting:
-        # Two tries, and finding out what hangs, come before the schedule gives up.
+        # Two tries and the detection of hanging followers must fit into the schedule's deadline.
         patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
         store, port = open_store(workers.meeting)
-        stack.callback(lambda: store)  # which ends when nothing holds it
+        stack.callback(lambda: store)  # the store ends with its last reference
         meeting = Meeting(workers.meeting, port, patience_s, config.schedule.deadline_s / 4)
     tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
     sync = WeightSync(executors[LEARNER], meeting, tolerance, spans, say)
@@ -320,7 +320,7 @@ def _replica(
     for line in notes:
         say(line)
     ways = {"load": sync.follow(placed.role, executor, info.follows)} if info.follows else {}
-    if not workers.groups:  # replicas share a model, and a name in traces
+    if not workers.groups:  # replicas share a model and its name in traces
         client = scorer_client(info, executor, spans, placed.role, ways, info.name)
         return ScorerReplica(client, placed.host)
     if placed.scorer == "reference" and overrides.reference is None:

@@ -1,13 +1,13 @@
-"""The state of a run in a form that is the same on every runtime, copied and written to files.
+"""Copies a run's state and writes it to files, in one format for all runtimes.
 
 ``driver.pt`` has the state of the schedule's process::
 
     {"prompts": of the prompt source, "schedule": of the schedule}
 
-The folder ``learner`` has models, optimizers and counters. Where generation lags behind the
-learner, it also has the weights that generators and the critic as a scorer work with, and those
-that are published and not loaded yet; else a runtime takes the learner's. Every process that holds
-a part writes that, and reads what it needs; see :mod:`stretto.training.shard_files`.
+The folder ``learner`` has models, optimizers and counters. If generation lags behind the learner,
+it also has the weights in use by generators and by the critic as a scorer, and weights that are
+published but not loaded yet. Without lag a runtime takes the learner's weights. Every process
+writes its part and reads the parts it needs (:mod:`stretto.training.shard_files`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ DRIVER, LEARNER = "driver.pt", "learner"
 """The file and the folder of a checkpoint."""
 
 Writer = Callable[[Path], Mapping[str, FileSum]]
-"""Writes a file or a folder, once, on any thread; returns the sum of each file by its name there,
-of a single file by ``""``. Raises ``OSError`` or ``StorageError`` if it cannot."""
+"""Writes a file or a folder, once, on any thread. Returns checksums by file name, with ``""`` for a
+single file. Raises ``OSError`` or ``StorageError`` if it cannot."""
 
 ROOM = 0.5
-"""Share of the memory that is free which a copy of the state may take."""
+"""Share of the free memory that copies of the state may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The state of a run between two steps, to be written."""
+    """The state of a run between two steps, ready to be written."""
 
-    files: Mapping[str, Writer]  # files and folders, with what writes each
-    live: bool  # written from what training changes, which has to wait, as there is no copy
+    files: Mapping[str, Writer]  # a writer for each file or folder
+    live: bool  # no copy was made, so training must wait until it is written
 
 
 def copied(state: Any) -> Any:
-    """Copy tensors and arrays, as tensors in this machine's memory; the rest as plain data."""
+    """Copy tensors and arrays to CPU tensors. All other data is kept."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, array):
@@ -60,7 +60,7 @@ def copied(state: Any) -> Any:
 
 
 class Claim(NamedTuple):
-    """The bytes that a process would take for a copy, and those that are free on its machine."""
+    """Bytes that a process needs for a copy, and bytes free on its machine."""
 
     machine: str
     size: int
@@ -72,7 +72,7 @@ def claim_of(state: Any) -> Claim:
 
 
 def fit(claims: Sequence[Claim]) -> bool:
-    """Return whether copies leave enough memory for others, on each of their machines."""
+    """Return whether copies take at most :data:`ROOM` of the free memory of each machine."""
     taken = dict.fromkeys((c.machine for c in claims), 0)
     for claim in claims:
         taken[claim.machine] += claim.size
@@ -92,7 +92,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def write(file: Path, state: Any) -> FileSum:
-    """Write tensors and plain data; raise OSError if the system refuses, or room is short."""
+    """Write tensors and plain data. Raises OSError if the disk is full or the system refuses."""
     files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
         try:
@@ -103,7 +103,7 @@ def write(file: Path, state: Any) -> FileSum:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the system's error that torch hides behind one of its own."""
+    """Return the OSError behind an error of torch, if there is one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

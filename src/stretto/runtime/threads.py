@@ -1,8 +1,8 @@
-"""The workers of a run that are threads of this process, and the weights they work with.
+"""Workers of a run as threads of this process, and their weights.
 
-Where nothing overlaps there is one thread and one copy of everything: the plain trainer. What works
-while responses are decoded has a thread of its own; what follows a learner that does has a copy of
-the weights, which changes only at a weight sync.
+If no stages overlap, one thread and one copy of the weights do everything, as in a plain trainer.
+Roles that work during decoding have separate threads. If the learner trains during decoding, its
+followers have a copy of the weights that changes only at a weight sync.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from stretto.weights.channel import SharedChannel
 from stretto.workers.group import ServiceGroup
 from stretto.workers.threads import ThreadExecutor, WorkerThread
 
-PATIENCE_S = 3.0  # that the end of a run waits for calls that were interrupted
+PATIENCE_S = 3.0  # how long shutdown waits for interrupted calls
 
 
 class ThreadWorkers:
-    """The workers of a run on threads of this process; see :class:`~stretto.runtime.run.Run`."""
+    """Workers of a :class:`~stretto.runtime.run.Run` on threads of this process."""
 
     groups: Sequence[ServiceGroup] = ()
     meeting = None
@@ -89,7 +89,7 @@ class ThreadWorkers:
                 thread = self._threads["scorers" if host is None else generator_names(engines)[i]]
                 self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
         trained = ["actor", "critic"] if critic else ["actor"]
-        with working(say, "starting the learner"):  # maybe with processes of its own
+        with working(say, "starting the learner"):  # may start processes for pipeline stages
             learner, ranks = factory.make_learner(
                 actor,
                 critic,
@@ -98,7 +98,7 @@ class ThreadWorkers:
                 channel=channel,
                 threads=share_cores(config.schedule, engines, self._cores).training,
             )
-        if ranks is not None:  # if one dies while nothing is asked of it, the run ends at once
+        if ranks is not None:  # an idle rank that dies must end the run at once
             self._end_ranks = ranks.close
             ranks.watch(self._fail)
         refs, dtype = (
@@ -110,14 +110,14 @@ class ThreadWorkers:
         self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])
 
     def thread_of(self, function: str) -> WorkerThread:
-        """Return a reward function's own thread, where it works beside others; see the class."""
+        """Return a new thread for a reward function if scoring starts early, else a shared one."""
         return self._thread(function, 1) if self._early else self._threads["scorers"]
 
     def close_followers(self) -> None:
-        """Do nothing: an update may be under way on a thread that also scores."""
+        """Do nothing, because a thread that scores may also be running an update."""
 
     def close(self) -> None:
-        """End all threads, and break off their calls; wait at most :data:`PATIENCE_S` for that."""
+        """Interrupt and end all threads. Waits at most :data:`PATIENCE_S` for them."""
         threads, self._opened = self._opened, []
         for thread in threads:
             thread.interrupt()
@@ -129,7 +129,7 @@ class ThreadWorkers:
     def release(self) -> None:
         """Free the models without a garbage collection, which could come after the next run's."""
         for executor in self.executors.values():
-            vars(executor.service).clear()  # its methods refer to it, a cycle in itself
+            vars(executor.service).clear()  # its methods refer to it, which is a cycle
 
     @property
     def _cores(self) -> int:
@@ -141,12 +141,12 @@ class ThreadWorkers:
         if not knobs.overlaps(len(names)):
             return dict.fromkeys((*names, "scorers", LEARNER), self._thread("main", config.threads))
         generating, scoring, training = share_cores(config.schedule, len(names), self._cores)
-        # Scoring and training fill the gaps of decoding, whose steps are short.
+        # Decoding is urgent: its steps are short, and scoring and training fill the gaps.
         stream = backend_of(pick_device(config.model.device)).role_stream
         threads = {
             name: self._thread(name, generating, stream=stream(urgent=True)) for name in names
         }
-        # Without lag nothing is decoded again before all is scored: what is left has the cores.
+        # Without lag, decoding waits for all scores, so late scoring may use every core.
         busy = knobs.trains_beside or config.schedule.threads
         beside, alone = list(threads.values()), 0 if busy else self._cores
         threads["scorers"] = self._thread(

@@ -1,12 +1,12 @@
-"""Weight sync: weights travel from the learner to all that follow it, and the proof of it.
+"""Weight sync: sends weights from the learner to its followers and verifies them.
 
-:func:`transfer_steps` decides what comes next, and is pure: no processes, no clock. First the
-control calls, which may raise: the learner offers a version, and its plan is announced to each
-follower, which compares it with its own. Then the tensors move, bucket by bucket, on a group of
-their own, with a deadline. Then the proof: marks of what was received, the model's fingerprint
-(which the follower computes), and log-probs of a fixed probe from engine and learner side by side.
-Followers that have nothing because another one failed are asked to break off, which finds out those
-that hang, and the rest tries once more on a new group.
+:func:`transfer_steps` decides each next step. It is pure: no processes, no clock. Control calls,
+which may raise, come first: the learner offers a version and announces its plan to each follower,
+which compares it with its own. Then the tensors move bucket by bucket on a separate group, with a
+deadline. Then they are verified: by marks of the received data, by the model's fingerprint (which
+the follower computes), and by the log-probs of a fixed probe from both engine and learner. If a
+failure leaves other followers without weights, they are told to abort, which detects those that
+hang. The rest try once more on a new group.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route, Wire, choose_wires
 from stretto.workers.threads import Executor, WorkerThread
 
-CONTROL_S = 30.0  # a process that does not answer on the side within these is taken to hang
-TRIES = 2  # attempts at a transfer, at most
-SLOW = 10.0  # times as long as transfers usually take, and one is broken off
+CONTROL_S = 30.0  # a process that answers no side call for so long is assumed to hang
+TRIES = 2  # maximum attempts at a transfer
+SLOW = 10.0  # a transfer is aborted after so many times the median duration
 LEAST_BYTES_PER_S: dict[Wire, float] = {"gloo": 50e6, "nccl": 500e6, "ipc": 500e6}
-"""The slowest that a wire is taken to be before it is measured."""
+"""Assumed minimum speed of a wire before it is measured."""
 ROUNDING = 4.0
-"""The probe may differ by so many times what it did after the first sync: its few tokens are not
-sampled, and rounding grows as the model finds them less likely."""
+"""Factor between the first sync's difference on the probe and the largest usual one. The probe's
+few tokens are not sampled, and rounding grows as the model finds them less likely."""
 
 Outcome = Reply[Loaded] | Exception
-"""What came of a follower's part in a transfer."""
+"""Result of a follower's part in a transfer."""
 
 
 class Action(StrEnum):
-    """What a transfer asks for; behind each, what it is told of it."""
+    """Requests of a transfer. The comments describe the answers."""
 
-    OFFER = "offer"  # the learner's offers of the version, one a rank
-    ANNOUNCE = "announce"  # the plan, to a follower: the error with which that is gone, or None
-    SEND = "send"  # the mark of what was sent, or "" where that failed; each follower's outcome
-    ABORT = "abort"  # to a follower that has nothing: the error with which it hangs, or None
+    OFFER = "offer"  # the learner's offers of the version, one per rank
+    ANNOUNCE = "announce"  # the plan to a follower: None, or the error if it is gone
+    SEND = "send"  # mark of the sent data ("" after a failure) and each follower's outcome
+    ABORT = "abort"  # to a follower without weights: None, or the error if it hangs
 
 
 def transfer_steps(
     ref: WeightsRef, followers: Sequence[str], tolerance: float
 ) -> Generator[tuple[Action, Sequence[str]], Any, dict[str, Outcome]]:
-    """Yield what takes a version to its followers, and to whom; return proved outcomes."""
+    """Yield the actions of a transfer and their followers. Return verified outcomes."""
     waiting, outcomes = list(followers), dict[str, Outcome]()
     for _ in range(TRIES):
         offers: Sequence[Offer] = yield Action.OFFER, tuple(waiting)
@@ -91,7 +91,7 @@ def transfer_steps(
 def proved(
     name: str, outcome: Outcome, ref: WeightsRef, offer: Offer, sent: str, tolerance: float
 ) -> Outcome:
-    """Return the outcome, or an error where the follower holds other weights than were sent."""
+    """Return the outcome, or an error if the follower holds other weights than were sent."""
     if isinstance(outcome, Exception):
         return outcome
     loaded = outcome.value
@@ -121,17 +121,17 @@ def difference(one: FloatArray, two: FloatArray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The ways of one transfer: those of the learner's ranks by wire, and each follower's first."""
+    """Routes of a transfer: of the learner's ranks by wire, and of each follower's first rank."""
 
     sending: dict[Wire, list[Route]]
     taking: dict[str, Route]
 
 
 class Tolerance:
-    """The largest difference of the probe, in nats, that passes, and the usual one.
+    """The largest allowed difference on the probe, in nats, and the largest usual one.
 
-    Usual is up to what the first sync shows to be rounding, times :data:`ROUNDING`. Without a given
-    limit, that of the weights' type holds.
+    The usual one is :data:`ROUNDING` times the difference after the first sync, plus a floor. With
+    "auto" the limit depends on the type of the weights.
     """
 
     def __init__(self, given: float | Literal["auto"], dtype: torch.dtype) -> None:
@@ -141,19 +141,19 @@ class Tolerance:
         self._calibrated = False
 
     def calibrate(self, gaps: Collection[float]) -> None:
-        """Take differences that have passed, of all followers after the first sync."""
+        """Set the usual difference once, from followers that passed after the first sync."""
         if gaps and not self._calibrated:
             self._calibrated = True
             self.usual = min(ROUNDING * max(gaps) + FLOORS[self._coarse], self.limit)
 
 
 class WeightSync:
-    """The sync of weights: in turn in the learner's own ranks, to all others at once."""
+    """Syncs followers in the learner's ranks one by one, and all other followers at once."""
 
     def __init__(
         self,
         learner: Executor,
-        meeting: Meeting | None,  # none where all followers are in the learner's ranks
+        meeting: Meeting | None,  # None if all followers are in the learner's ranks
         tolerance: Tolerance,
         tracer: Tracer,
         say: Say = lambda _: None,
@@ -166,10 +166,10 @@ class WeightSync:
         self._control_s = min(CONTROL_S, self._timeout_s)
         self._thread = WorkerThread("weights", 0)
         self._epoch = 0
-        # By model and wire: number and members of the group, and seconds of the last sendings.
+        # By model and wire: number and members of the group, and durations of the last transfers.
         self._groups: dict[tuple[str, Wire], tuple[int, list[tuple[str, int]]]] = {}
         self._times: dict[tuple[str, Wire], deque[float]] = {}
-        self._by_gloo: set[str] = set()  # followers that cannot open the memory of the learner's
+        self._by_gloo: set[str] = set()  # followers that cannot open the learner's GPU memory
         self._said: set[str] = set()
         self._probes: deque[tuple[int, FloatArray]] = deque(maxlen=2)  # of the last two versions
         self.metrics: dict[str, float] = {}  # of the last syncs
@@ -181,9 +181,9 @@ class WeightSync:
     def begin(
         self, ref: WeightsRef, roles: Sequence[Replaceable]
     ) -> list[Callable[[], Awaitable[None]]]:
-        """Begin to bring new weights to clients, all at once; return the wait for each.
+        """Start sending new weights to all clients at once. Return a function that waits for each.
 
-        A wait that is given up leaves the others theirs. Each raises RoleLostError if the follower
+        Cancelling one wait does not affect the rest. Each raises RoleLostError if the follower
         has died or hangs, EngineError if it holds other weights, TransferError if none arrived.
         """
         clients = [cast(Client, role) for role in roles]
@@ -194,7 +194,7 @@ class WeightSync:
         ]
 
     def load_all(self, refs: Mapping[str, WeightsRef]) -> None:
-        """Bring weights to all followers, while nothing else is under way. Blocks."""
+        """Send weights to all followers. Blocks, and nothing else may run meanwhile."""
         for model, ref in refs.items():
             names = [name for name, follows in self._models.items() if follows == model]
             outcomes = self.transfer(ref, [name for name in names if not self._is_here(name)])
@@ -227,7 +227,7 @@ class WeightSync:
             if transfer is None or name not in elsewhere:
                 outcome = await self._load_here(name, ref)
             else:
-                outcome = (await asyncio.shield(transfer))[name]  # others may wait for it, too
+                outcome = (await asyncio.shield(transfer))[name]  # also waited for by others
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
@@ -257,7 +257,7 @@ class WeightSync:
         loaded: Reply[Loaded],
         start_s: float,
     ) -> Outcome:
-        """Prove what was loaded; in one process, followers read the learner's own tensors."""
+        """Verify the loaded weights, unless followers read the learner's tensors in one process."""
         if not offers:
             return loaded
         self._record(ref, start_s, loaded.value.moved)
@@ -267,7 +267,7 @@ class WeightSync:
     # -- followers elsewhere -------------------------------------------------------------------
 
     def transfer(self, ref: WeightsRef, names: Sequence[str]) -> dict[str, Outcome]:
-        """Bring a version to followers, which are not called otherwise; blocks. Return outcomes."""
+        """Send a version to followers, which must get no other calls. Blocks."""
         if not names:
             return {}
         start_s, tries = time.perf_counter(), 0
@@ -291,7 +291,7 @@ class WeightSync:
                     answer = self._aside(asked[0], "expect", ref, offers[0].mark, route)
                 case Action.SEND:
                     answer = self._send(ref, routes, asked)
-                case Action.ABORT:  # its group is broken: the next one is another
+                case Action.ABORT:  # its group is broken, so the next transfer needs a new one
                     self._groups.pop((ref.model, wires[asked[0]]), None)
                     answer = self._aside(asked[0], "abort")
         for name, outcome in outcomes.items():
@@ -320,7 +320,7 @@ class WeightSync:
     def _send(
         self, ref: WeightsRef, routes: Routes, names: Sequence[str]
     ) -> tuple[str, dict[str, Outcome]]:
-        """Have the learner send and followers load, at once; return the mark, and what came."""
+        """Send and load concurrently. Return the mark and each follower's outcome."""
         patience_s = max(each[0].timeout_s for each in routes.sending.values())
         limit_s = patience_s + self._control_s
         pool = ThreadPoolExecutor(len(names) + len(routes.sending))
@@ -339,7 +339,7 @@ class WeightSync:
                 f"{patience_s / 2:.0f} s; it is broken off after {patience_s:.0f} s"
             )
             wait(late, timeout=limit_s - patience_s / 2)
-        pool.shutdown(wait=False)  # a thread waits for one that hangs until that one is ended
+        pool.shutdown(wait=False)  # a thread waits for a hanging follower until that is killed
         mark = ""
         for wire, future in sending.items():
             failure = future.exception()
@@ -357,8 +357,9 @@ class WeightSync:
         return mark, outcomes
 
     def _patience_s(self, model: str, wire: Wire, size: int) -> float:
-        """Return the seconds that a model's bytes may take: more than the settings' where they have
-        taken longer before, or may on a slow wire.
+        """Return the time limit for sending a model, in seconds.
+
+        It exceeds the setting if earlier transfers took long or a slow wire may need more.
         """
         assert self._meeting is not None
         before = self._times.get((model, wire))
@@ -366,7 +367,7 @@ class WeightSync:
         return max(self._timeout_s, min(enough_s, self._meeting.most_s))
 
     def _routes(self, ref: WeightsRef, size: int, wires: Mapping[str, Wire]) -> Routes:
-        """Return the ways to one group for each wire, of the learner's ranks and of followers."""
+        """Return the routes of the learner's ranks and of followers, with one group per wire."""
         assert self._meeting is not None
         sources, routes = self._learner.facts, Routes({}, {})
         by_wire: dict[Wire, list[str]] = {}
@@ -375,7 +376,7 @@ class WeightSync:
         for wire, group in by_wire.items():
             members = [(name, self._followers[name].generation) for name in group]
             epoch, before = self._groups.get((ref.model, wire), (0, []))
-            if members != before:  # others keep theirs
+            if members != before:  # otherwise the group stays
                 self._epoch += 1
                 epoch = self._epoch
                 self._groups[ref.model, wire] = epoch, members
@@ -401,7 +402,7 @@ class WeightSync:
         return routes
 
     def _wires(self, model: str) -> dict[str, Wire]:
-        """Return the wire to each follower of a model elsewhere; say each choice between GPUs."""
+        """Choose the wire to each follower in another process. Logs choices that involve GPUs."""
         sources = self._learner.facts
         followers = {
             name: self._followers[name].facts
@@ -426,8 +427,9 @@ class WeightSync:
     def _compared(
         self, ref: WeightsRef, offer: Offer, outcomes: Mapping[str, Outcome]
     ) -> dict[str, Outcome]:
-        """Note by how much followers' probes differ, and say what is unusual; return the outcomes,
-        with an error where a follower computes the version before.
+        """Record how much followers' probes differ, and log unusual differences.
+
+        Returns the outcomes, with an error for a follower that still computes the last version.
         """
         found, passed = dict(outcomes), list[float]()
         ours, before = offer.probe, self._probes[0][1] if len(self._probes) > 1 else None
