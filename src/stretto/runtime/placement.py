@@ -51,6 +51,7 @@ class ProcessPlacement:
 
 
 def learner_layout(cluster: ClusterConfig) -> ShardLayout:
+    """Return the learner's shard layout, from its process's fsdp and tp."""
     from stretto.models.shards import ShardLayout
 
     process = cluster.process_of(LEARNER)
