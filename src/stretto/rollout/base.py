@@ -1,4 +1,4 @@
-"""The contract of generation engines, and the bookkeeping that they share."""
+"""The contract of generation engines and their common bookkeeping."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from stretto.types import (
 from stretto.weights.channel import WeightChannel
 
 Carry = Literal["recompute", "reuse"]
-"""What becomes of the keys and values of unfinished rollouts when new weights arrive.
+"""Treatment of unfinished rollouts' KV caches when new weights arrive.
 
-``recompute`` makes them again, so that every token is sampled from the present policy. ``reuse``
-keeps those of responses, which costs nothing, but then later tokens are sampled from a mixture of
-policies, and a resumed run does not repeat them exactly.
+``recompute`` recomputes them, so that every token is sampled from the current policy. ``reuse``
+keeps those of rollouts with response tokens, at no cost. Later tokens are then sampled from a
+mixture of policies, and a resumed run does not repeat them exactly.
 """
 
 CPU = torch.device("cpu")
 
 PREFILLED = 256
-"""Tokens of the prompt by which prefilling is measured, at most."""
+"""Maximum tokens of the prompt that measures prefill speed."""
 
 
 _TURN = FinishReason.TURN
 
 
 class StopStrings:
-    """A check whether the newest token completed one of several strings."""
+    """Checks whether the newest token completes a stop string."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings, self._tokenizer = tuple(strings), tokenizer
@@ -57,8 +57,8 @@ class StopStrings:
     def ends(self, tokens: Sequence[int], start: int = 0, more: tuple[str, ...] = ()) -> bool:
         """Return whether ``tokens[start:]`` has a stop string, or one of ``more``, near its end."""
         strings = self.strings + more
-        # Every token stands for at least one byte of text, so a string that was just completed
-        # lies within this many tokens; a few more keep multi-byte characters whole.
+        # A token has at least one byte of text, so a string that was just completed lies within
+        # this many tokens. A few more keep multi-byte characters complete.
         window = max((len(s.encode()) for s in strings), default=0) + 4
         tail = tokens[max(start, len(tokens) - window) :]
         text = self._tokenizer.decode(list(tail), skip_special_tokens=False) if strings else ""
@@ -67,17 +67,17 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The settings that an engine is opened with, besides its model.
+    """Settings to open an engine, in addition to its model.
 
     Attributes:
-        rows: decoded at a time, at most; ``None`` takes the number in ``rollout``.
-        channel: where new weights come from; ``None`` where the learner trains the same module.
-        longest: tokens of prompt and response, at most.
-        folder: of the model's config.
-        threads: of the CPU; 0 leaves the engine's choice.
-        draft: a smaller model of the same tokens, by which Stretto's own engine proposes them.
-        sleep_level: of an engine that sleeps while it holds no rollouts: 2 drops its weights, as a
-            weight sync comes before the next decode; 1 keeps them in the host's memory.
+        rows: maximum rollouts decoded at a time. ``None`` takes the number in ``rollout``.
+        channel: source of new weights, or ``None`` if the learner trains the same module.
+        longest: maximum tokens of prompt and response.
+        folder: folder of the model's config.
+        threads: CPU threads (0: the engine's choice).
+        draft: a smaller model with the same tokens, for proposals of the torch engine.
+        sleep_level: for an engine that sleeps while it holds no rollouts. 2 drops the weights,
+            because a weight sync comes before the next decode. 1 moves them to host memory.
     """
 
     rollout: RolloutConfig
@@ -98,7 +98,7 @@ class EngineSettings:
 
     @property
     def slots(self) -> int:
-        """Rollouts decoded at a time, at most."""
+        """Maximum rollouts decoded at a time."""
         return (self.rollout.slots or self.rollout.batch) if self.rows is None else self.rows
 
 
@@ -108,10 +108,10 @@ class Row:
 
     Attributes:
         tokens: prompt and response so far.
-        reported: response tokens that earlier calls have returned, or that it came with.
-        turn_start: index of the response token with which its turn begins; 0 without turns.
-        logprobs: of the response tokens that no call has returned yet.
-        top_logprobs: of the same, where they are asked for.
+        reported: response tokens admitted with the rollout or returned by earlier calls.
+        turn_start: index of the first response token of its turn (0 without turns).
+        logprobs: log-probs of response tokens that no call has returned yet.
+        top_logprobs: likeliest tokens at the same positions, if requested.
     """
 
     id: int
@@ -129,30 +129,28 @@ class Row:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens until a limit ends it: of the response, or of its turn."""
+        """Tokens until the limit of the response or of its turn."""
         return _tokens_left(self.sampling, self.generated, self.turn_start)
 
 
 class Engine(ABC):
-    """A generation engine: it decodes the rollouts that it holds, chunk by chunk.
+    """A generation engine that decodes its rollouts in chunks.
 
-    Stored log-probabilities are of the distribution that was sampled (temperature and truncation
-    applied). There is no state to save: rollouts in flight are the schedule's.
-
-    In an episode, whose responses have a limit of tokens a turn, an end token or a stop string ends
-    a turn (``FinishReason.TURN``), and the engine parks the rollout: others get its slot, and it
-    goes on when it is admitted again, with more tokens. A limit ends turn and episode
-    (``FinishReason.LENGTH``), and the rollout leaves.
+    - Stored log-probabilities are of the sampled distribution (temperature and truncation applied).
+    - There is no state to save, because the schedule keeps rollouts in flight.
+    - In an episode (responses with a limit of tokens per turn), an end token or a stop string ends
+      a turn (``FinishReason.TURN``). The engine parks the rollout and frees its slot until it is
+      admitted again with more tokens. A limit ends turn and episode (``FinishReason.LENGTH``).
 
     Attributes:
-        check: raises MissingExtraError where a library is missing, ConfigError for one too old.
-        own_weights: whether it has weights of its own, all of which the first weight sync brings.
-            The model then stays on the CPU, and says what travels.
-        longest: tokens of prompt and response that it can hold; ``None`` for no limit.
-        prefilled_tokens: read without sampling, in all; those found in a cache not counted.
-        context_tokens: that decode steps have looked back on, in all.
-        speculated: counts, where an engine proposes tokens: rows that were ``eligible``, a row
-            counted in each step; tokens that were ``proposed``, with padding; ``accepted`` ones.
+        check: raises MissingExtraError for a missing library, ConfigError for one too old.
+        own_weights: whether the engine has a separate copy of the weights, filled by the first
+            weight sync. The model then stays on the CPU and determines which weights are sent.
+        longest: maximum tokens of prompt and response, or ``None`` for no limit.
+        prefilled_tokens: total tokens read without sampling, except those found in a cache.
+        context_tokens: total context read by decode steps.
+        speculated: counts if the engine proposes tokens: ``eligible`` rows (once per step),
+            ``proposed`` tokens (with padding) and ``accepted`` ones.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -162,7 +160,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
-        """Make an engine over a model."""
+        """Make an engine for a model."""
 
     def __init__(self, settings: EngineSettings, longest: int | None) -> None:
         self.settings, self.longest = settings, longest
@@ -171,31 +169,30 @@ class Engine(ABC):
             config.max_new_tokens, config.temperature, config.top_k, config.top_p
         )
         self._held: dict[int, Any] = {}  # rows by rollout
-        self._parked: dict[int, Any] = {}  # those whose turn has ended, as they ended
+        self._parked: dict[int, Any] = {}  # rows whose turn has ended, in that order
         self._done: list[Chunk] = []
         self.version = self.prefilled_tokens = self.context_tokens = 0
         self.speculated: dict[str, int] = {}
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses; each goes on after the tokens it already has.
+        """Queue responses. Each continues after its tokens.
 
-        Those of a parked rollout begin with the ones that it was parked with. A response that waits
-        itself, with ``FinishReason.TURN``, is parked.
+        The tokens of a parked rollout must begin with those that it was parked with. A response
+        with ``FinishReason.TURN`` is parked.
         """
         for r in responses:
             self._add(r)
 
     def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """Decode up to ``max_tokens`` more for each rollout that there is room for, one a step, and
-        proposed ones (``speculative_tokens``) besides.
+        """Decode up to ``max_tokens`` steps. Each step adds a token to every rollout that has room,
+        and accepted proposals (``speculative_tokens``).
 
-        Return after the step in which ``stop_after`` rollouts have finished, if that is not 0, or
-        none is left that goes on: the number of steps in which tokens came, and a chunk for each
-        rollout that advanced. Those that have finished, or ended a turn, come first, as they ended
-        (those of one step by id), then the others by id. The end of a turn does not count for
-        ``stop_after``, as the rollout has not finished.
+        Stops early once ``stop_after`` rollouts have finished (0: never) or none is still decoding.
+        The end of a turn does not count, because the rollout has not finished. Returns the number
+        of steps with tokens, and a chunk for each rollout that advanced. Rollouts that finished or
+        ended a turn come first, in that order (by id within a step). The rest follow by id.
 
-        An interrupted call leaves the model as it was, but the rollouts in doubt: release them, and
+        An interrupted call leaves the model unchanged but the rollouts undefined: release them, and
         admit them again with the tokens that earlier calls have returned.
         """
         steps = self._decode_steps(max_tokens, stop_after)
@@ -204,7 +201,7 @@ class Engine(ABC):
         return Decoded([*done, *(self._chunk(row, None) for row in going_on)], steps)
 
     def release(self, rollout_ids: Iterable[int]) -> None:
-        """Forget rollouts, parked ones too; unknown ids are ignored."""
+        """Drop rollouts, including parked ones. Unknown ids are ignored."""
         gone = set(rollout_ids)
         self._done = [c for c in self._done if c.rollout_id not in gone]  # of an interrupted call
         self._held = {id_: row for id_, row in self._held.items() if id_ not in gone}
@@ -213,17 +210,16 @@ class Engine(ABC):
 
     @abstractmethod
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
-        """Say what becomes of the keys and values of parked rollouts, which are kept until then.
+        """Decide the treatment of parked rollouts' KV caches, which are kept until then.
 
-        Others are ignored. It changes no token.
+        Ignores rollouts that are not parked. Never changes sampled tokens.
         """
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
-        """Let go of unfinished rollouts that go on in another engine, in the order asked; of parked
-        ones too.
+        """Release unfinished or parked rollouts to another engine. Returns transfers in order.
 
-        Their keys and values are copied if asked, where the engine can. Raises EngineError, and
-        lets go of none, if one is not here or named twice.
+        With ``with_cache`` their KV caches are copied, if the engine can. Raises EngineError, and
+        releases none, if an id is unknown or named twice.
         """
         here = self._held | self._parked
         if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in here]:
@@ -237,10 +233,10 @@ class Engine(ABC):
         return transfers
 
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        """Queue rollouts that another engine of the same model has exported, each by its transfer.
+        """Queue rollouts that another engine of the same model has exported, with their transfers.
 
-        Keys and values of other weights are treated as at a weight sync. A parked one may come with
-        the answer to its turn, or as it was, with ``FinishReason.TURN``, and is parked here.
+        KV caches of other weights are treated as at a weight sync. A parked rollout may come with
+        the answer to its turn, or with ``FinishReason.TURN``, and is then parked here.
         """
         for r, transfer in zip(responses, transfers, strict=True):
             if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
@@ -255,14 +251,14 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on. ``carry`` says what rows keep, parked ones too."""
+        """Load weights. ``carry`` decides which KV caches stay, including parked ones."""
 
     @abstractmethod
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        """Return log-probs [n, t - 1] of tokens [n, t], but the first ones, as they are sampled."""
+        """Return log-probs [n, t - 1] of tokens [n, t] but the first, at the run's temperature."""
 
     def prefill_tokens_per_s(self) -> float:
-        """Measure how fast one prompt is read, after a rehearsal."""
+        """Measure the prefill speed of one prompt after a warm-up."""
         tokens = PREFILLED if self.longest is None else min(PREFILLED, self.longest - 1)
         self._read_prompt(tokens)
         start_s = time.perf_counter()
@@ -270,7 +266,7 @@ class Engine(ABC):
         return tokens / (time.perf_counter() - start_s)
 
     def host_bytes_per_s(self) -> float:
-        """Measure how fast keys and values go to the host, or come back; 0 where they do not."""
+        """Measure the bandwidth between device and host. 0 if caches cannot be offloaded."""
         return 0.0
 
     @property
@@ -279,21 +275,21 @@ class Engine(ABC):
 
     @property
     def graphed_steps(self) -> int | None:
-        """Decode steps that were CUDA graphs, in all; ``None`` if none is to be one."""
+        """Total decode steps replayed as CUDA graphs, or ``None`` if graphs are not in use."""
         return None
 
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values; 0 while they are not known."""
+        """KV cache bytes per token, or 0 while unknown."""
 
     @abstractmethod
     def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> Row:
-        """Make the row of a response; if it was parked, it still is."""
+        """Make the row of a response. A parked one is still in ``_parked``."""
 
     @abstractmethod
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
-        """Take steps, until there are enough of them or of :attr:`_done`; return how many."""
+        """Take steps as :meth:`decode` describes. Return their number."""
 
     @abstractmethod
     def _drop(self) -> None:
@@ -301,7 +297,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _read_prompt(self, tokens: int) -> None:
-        """Read a prompt of so many tokens, and wait for that."""
+        """Prefill a prompt of so many tokens, synchronously."""
 
     def _transfer_of(self, row: Any, with_cache: bool) -> KVTransfer:
         return KVTransfer(row.id)

@@ -1,12 +1,11 @@
-"""Proposals of a row's next tokens, out of texts with the same prompt or by a smaller model.
+"""Speculative decoding: proposes a row's next tokens by prompt lookup or by a draft model.
 
-A pass over a row's newest token and k proposed ones samples k + 1 tokens with the random numbers
-that single steps would have taken (:mod:`stretto.rollout.sampling`). The first is the token of a
-single step; each further one is, as long as all proposals before it are equal to what was sampled.
-So proposals are kept by equality, where speculative sampling (Leviathan et al. 2023) accepts them
-with a probability, and not one token changes. They are prompt lookups (Saxena 2023): what followed
-the longest suffix of the row's text where it last occurred, in the row itself or else in others; or
-the likeliest tokens by a draft model.
+A pass over a row's newest token and k proposed tokens samples k + 1 tokens with the random numbers
+of single steps (:mod:`stretto.rollout.sampling`). A sampled token equals that of a single step if
+all proposals before it equal the sampled tokens. Proposals are accepted by equality, so no token
+changes. (Speculative sampling, Leviathan et al. 2023, accepts them with a probability.) Prompt
+lookup (Saxena 2023) proposes the tokens after the last occurrence of the text's longest suffix, in
+the same row or else in texts with the same prompt. A draft model proposes its likeliest tokens.
 """
 
 from __future__ import annotations
@@ -31,57 +30,57 @@ from stretto.rollout.steps import StepInputs, decoder
 from stretto.types import IntArray
 
 TOKEN_COST = 0.022
-"""What a step takes longer for each proposed token and row that it reads, as a share of a step of
-few rows that reads none; measured on a CPU (benchmarks/drafts.py), and less on a GPU."""
+"""Extra duration of a step per proposed token and row, as a share of a step of few rows without
+proposals. Measured on a CPU (benchmarks/drafts.py). It is less on a GPU."""
 
 TRIED = 32
-"""Proposed tokens after which earlier ones count a third (1 / e) in the rate of acceptance."""
+"""Proposed tokens after which older ones weigh a third (1 / e) in the acceptance rate."""
 
 TRY_EVERY = 16
-"""Steps without proposals after which a token is proposed again, to see whether that pays now."""
+"""Steps without proposals after which one token is proposed to test whether it pays again."""
 
 LONGEST = 6
-"""Tokens of a suffix that is looked up."""
+"""Maximum tokens of a suffix for lookup."""
 
 REMEMBERED = 1 << 24
-"""Tokens of finished responses that are kept, for later responses to their prompts."""
+"""Maximum tokens of finished responses kept for later responses to the same prompts."""
 
 
 class Proposer(Protocol):
-    """What proposes tokens for the rows of an engine.
+    """Proposes tokens for the rows of an engine.
 
     Attributes:
-        cost: of making a token a row, in steps.
+        cost: cost of proposing one token per row, in steps.
     """
 
     cost: float
 
     def propose(self, rows: Sequence[Row], most: int) -> list[Sequence[int]]:
-        """Return up to ``most`` tokens for each row, and no more than its limit leaves room for."""
+        """Return up to ``most`` tokens for each row, within the row's limit of tokens."""
 
     def ended(self, row: Row) -> None:
-        """Take note that a row has finished."""
+        """Record that a row has finished."""
 
 
 class ProposalLength:
-    """How many tokens a step proposes: as many as give most tokens a second.
+    """Chooses the number of proposed tokens that gives most tokens per second.
 
-    With a share a of proposals accepted, a step of k that cost c each gives (1 - a^(k+1)) / (1 - a)
-    tokens in the time of 1 + c k (Leviathan et al. 2023, theorem 3.8). The share is what verified
-    tokens show; nothing is timed, so that a run that is repeated proposes the same.
+    If a share a of proposals is accepted and a proposal costs c, a step with k of them gives
+    (1 - a^(k+1)) / (1 - a) tokens in time 1 + c k (Leviathan et al. 2023, theorem 3.8). The share
+    is estimated from verified tokens. Nothing is timed, so that a repeated run proposes the same.
 
     Args:
-        most: tokens a row.
-        cost: of making a token a row, in steps.
+        most: maximum tokens per row.
+        cost: cost of proposing one token per row, in steps.
     """
 
     def __init__(self, most: int, cost: float) -> None:
         self._most, self._cost = most, cost
-        self._accepted, self._verified = 1.0, 2.0  # before anything is known
+        self._accepted, self._verified = 1.0, 2.0  # prior
         self._without = 0
 
     def next(self, rows: int) -> int:
-        """Return how many to propose for each row in the next step; 0 for none."""
+        """Return the number of tokens to propose for each row in the next step."""
         rate, cost = self._accepted / self._verified, self._cost + TOKEN_COST * rows
         tokens = accumulate(rate**k for k in range(self._most + 1))
         gains = [n / (1 + cost * k) for k, n in enumerate(tokens)]
@@ -98,11 +97,11 @@ class ProposalLength:
 
 
 Ends = dict[tuple[int, ...], tuple[Sequence[int], int]]
-"""Where n-grams last ended: a text, and the index of the token that followed."""
+"""Last occurrence of n-grams: a text, and the index of the next token."""
 
 
 class Texts:
-    """Texts that begin with one prompt, each by a number, and where their n-grams ended."""
+    """Numbered texts with the same prompt, and the last occurrences of their n-grams."""
 
     def __init__(self, prompt: Sequence[int], responses: Iterable[IntArray]) -> None:
         self._read: defaultdict[int, int] = defaultdict(lambda: len(prompt))  # tokens of each text
@@ -118,14 +117,14 @@ class Texts:
         self._read[number] = len(text)
 
     def after(self, number: int, text: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to ``most`` tokens that followed the longest suffix, in its own text first."""
+        """Return up to ``most`` tokens after the longest suffix, searching the same text first."""
         suffixes = [tuple(text[-n:]) for n in range(min(LONGEST, len(text)), 0, -1)]
         for among in ((self._own[number], self._prompt), (self._all,)):
             for suffix, ends in product(suffixes, among):
                 if found := ends.get(suffix):
                     other, at = found
                     after = other[at : at + most]
-                    # A text that repeats itself goes on beyond its end.
+                    # If the match is in this text, assume that it repeats beyond its end.
                     return ([*after] * most)[:most] if other is text else after
         return ()
 
@@ -139,10 +138,10 @@ def _enter(text: Sequence[int], begin: int, *into: Ends) -> None:
 
 
 class PromptLookup(Proposer):
-    """Proposals for the rows of an engine, from texts of their own, their groups and the past.
+    """Proposals from a row's own text, its group's and finished responses to its prompt.
 
     Args:
-        kept: finished responses to a prompt that are remembered, the newest ones.
+        kept: number of newest finished responses to keep per prompt.
     """
 
     cost = 0.0
@@ -151,7 +150,7 @@ class PromptLookup(Proposer):
         self._kept = kept
         self._texts: dict[tuple[int, ...], Texts] = {}
         self._past: OrderedDict[tuple[int, ...], deque[IntArray]] = OrderedDict()
-        self._tokens = 0  # of them
+        self._tokens = 0  # in _past
 
     def propose(self, rows: Sequence[Row], most: int) -> list[Sequence[int]]:
         prompts = {row.prompt for row in rows}
@@ -178,14 +177,14 @@ class PromptLookup(Proposer):
 
 @dataclass(slots=True, eq=False)
 class Drafted:
-    """A row in a draft model's slot: how many of its tokens had been read, and what followed."""
+    """A row in a draft model's slot: number of tokens read, and the proposals after them."""
 
     row: Row
     read: int = 0
-    proposed: list[int] = field(default_factory=list)  # the keys of all but the last are there
+    proposed: list[int] = field(default_factory=list)  # all but the last have keys
 
     def valid(self) -> int:
-        """Return how many of the row's tokens have their keys now."""
+        """Return how many of the row's tokens have valid keys."""
         count = self.read
         for proposed, token in zip(self.proposed[:-1], self.row.tokens[count:], strict=False):
             if proposed != token:
@@ -195,15 +194,15 @@ class Drafted:
 
 
 class DraftModel(Proposer):
-    """Proposals of a smaller model, which is never trained: the likeliest tokens, one by one.
+    """Greedy proposals of a smaller model, which is never trained.
 
-    They are not drawn with the row's random numbers: so drawn they would be accepted less often
-    where the two models are far from each other, and hardly more often where they are near.
+    They are not sampled with the row's random numbers. Sampled proposals would be accepted less
+    often if the two models differ much, and hardly more often if they are similar.
 
     Args:
         model: the smaller model, with the engine's tokens.
-        drafted: the engine's.
-        longest: tokens of prompt and response, at most, if known.
+        drafted: the engine's model.
+        longest: maximum tokens of prompt and response, if known.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class DraftModel(Proposer):
         self._pass, self._steps = decoder(model, self._cache, likeliest)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         with torch.inference_mode():
-            self._packed.__enter__()  # for good
+            self._packed.__enter__()  # permanently
         self._positions = positions(model, generating=True) or sys.maxsize
         known = (unwrapped(m).get_input_embeddings().weight for m in (model, drafted))
         self._own_last, self._last = (len(table) - 1 for table in known)
@@ -243,7 +242,7 @@ class DraftModel(Proposer):
 
     def _keep(self, rows: Sequence[Row]) -> None:
         for slot in reversed(range(len(self._rows))):
-            if self._rows[slot].row not in rows:  # from the end: the last row moves here
+            if self._rows[slot].row not in rows:  # from the end, because the last row moves here
                 last = self._rows.pop()
                 if slot < len(self._rows):
                     self._rows[slot] = last
@@ -259,7 +258,7 @@ class DraftModel(Proposer):
             known = [min(token, self._own_last) for token in drafted.row.tokens]
             if missing := known[drafted.read : -2]:
                 self._pass.prefill([slot], [drafted.read], [missing])
-            # Where all proposals were accepted, the last one has no keys yet.
+            # If all proposals were accepted, the last one has no keys yet.
             ids[slot] = [0, *known][-2:]
             drafted.read, ends[slot] = len(known), [len(known), room]
         newest, room_of = torch.tensor(ends, device=device).T[:, :, None]

@@ -1,4 +1,4 @@
-"""The engines that ``rollout.engine`` names; ``tests/contracts`` has what each must do."""
+"""Engines by ``rollout.engine``. ``tests/contracts`` tests the contract of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine_of(rollout: RolloutConfig) -> type[Engine]:
 
 
 def choose(config: Config) -> tuple[Literal["torch", "vllm"], str]:
-    """Return the engine that ``rollout.engine = "auto"`` takes on GPUs, and why."""
+    """Return the engine that ``rollout.engine = "auto"`` selects on GPUs, and the reason."""
     version = installed()
     beside = [role for p in config.cluster.processes if LEARNER in p.roles for role in p.roles]
     if config.runtime == "inline":

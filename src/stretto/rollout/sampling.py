@@ -1,11 +1,10 @@
-"""Drawing tokens: one uniform number a row, from a random stream of the rollout's own.
+"""Token sampling with one uniform number per row, from a random stream per rollout.
 
 Shapes: n rows, V vocabulary.
 
-A token's randomness is a pure function of (run seed, rollout id, index of the token), so that it
-depends neither on the rollout's company nor on when it was admitted, and there is no generator
-state to save. The draw inverts the cumulative distribution with that one number, where
-``torch.multinomial`` would draw V exponentials a row.
+A token's randomness is a pure function of (run seed, rollout id, index of the token). It depends
+neither on the batch nor on the time of admission, and there is no generator state to save. The
+number inverts the cumulative distribution. ``torch.multinomial`` would draw V exponentials a row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 _MASK_64 = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 BLOCK = 256
-"""Vocabulary entries that one step of the two-level search sums up."""
+"""Vocabulary entries per block of the two-level search."""
 
 
 def _signed(x: int) -> int:
@@ -49,10 +48,10 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set logits [n, V] to -inf that top-k and top-p leave out; ties at the border stay in.
+    """Set logits [n, V] outside top-k and top-p to -inf. Ties at the border stay in.
 
-    Temperature is applied before. Of ``top_p`` the smallest set of likeliest entries with this much
-    probability stays (Holtzman et al. 2020); a ``top_k`` of 0 and a ``top_p`` of 1 keep all.
+    Temperature must be applied before. ``top_p`` keeps the smallest set of likeliest entries with
+    this much probability (Holtzman et al. 2020). ``top_k = 0`` and ``top_p = 1`` keep all entries.
     """
     if top_k and top_k < logits.shape[-1]:
         border = logits.topk(top_k, -1).values[:, -1:]
@@ -60,8 +59,8 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1:
         ordered = logits.sort(-1, descending=True).values
         p = ordered.softmax(-1)
-        before = p.cumsum(-1) - p  # probability of everything likelier
-        left_out = before >= max(top_p, torch.finfo(p.dtype).tiny)  # never the likeliest, with 0
+        before = p.cumsum(-1) - p  # probability of all likelier entries
+        left_out = before >= max(top_p, torch.finfo(p.dtype).tiny)  # never the likeliest, if 0
         border = ordered.masked_fill(left_out, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < border, -torch.inf)
     return logits
@@ -70,11 +69,11 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def sample(
     logits: Tensor, u: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token a row, by numbers ``u`` [n] in (0, 1), from logits [n, V], which it overwrites.
+    """Draw a token per row by numbers ``u`` [n] in (0, 1). Overwrites the logits [n, V].
 
-    Returns tokens [n] and their log-probabilities [n] under the distribution that was sampled:
-    temperature and truncation applied. A temperature of 0 takes the likeliest token, by the model's
-    own distribution.
+    Returns tokens [n] and their log-probabilities [n] under the sampled distribution, with
+    temperature and truncation applied. A temperature of 0 takes the likeliest token, with its
+    log-probability under the model's distribution.
     """
     if temperature == 0:
         tokens = logits.argmax(-1)
@@ -83,7 +82,7 @@ def sample(
         logits.div_(temperature)
     if top_k or top_p < 1:
         logits = truncate(logits, top_k, top_p)
-    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()  # in place: fresh pages cost more
+    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()  # in place: new pages cost more
     tokens, total = _invert(weights, u)
     chosen = weights.gather(1, tokens[:, None])[:, 0]
     return tokens, chosen.log() - total.log().float()
@@ -92,8 +91,9 @@ def sample(
 def top_logprobs(
     logits: Tensor, count: int, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> list[list[tuple[int, float]]]:
-    """Return the likeliest tokens a row under the distribution that :func:`sample` draws from, at
-    most ``count`` and none that truncation leaves out, with their log-probabilities.
+    """Return at most ``count`` likeliest tokens per row, with log-probabilities.
+
+    They are under the distribution of :func:`sample`, without truncated tokens.
     """
     if temperature:
         logits = truncate(logits / temperature, top_k, top_p)
@@ -103,9 +103,10 @@ def top_logprobs(
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where running sums of ``weights`` [n, V] pass ``u`` of their total, and the total.
+    """Return at which indices running sums of ``weights`` [n, V] pass ``u`` of their totals [n].
 
-    A search over the sums of blocks, then within a block, keeps no running sum of V terms.
+    Also returns the totals. Searches the sums of blocks, then one block, so that no running sum of
+    V terms is stored.
     """
     n, vocabulary = weights.shape
     if vocabulary % BLOCK:
@@ -121,7 +122,7 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first_above(ends: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first running sum above the target, and the target less the sum before it."""
-    # Below the last sum, which rounding could make it reach: the entry found has a weight above 0.
+    # Rounding must not reach the last sum, so that the entry has a weight above 0.
     target = torch.minimum(target, ends[:, -1] * (1 - 2.0**-40))
     index = torch.searchsorted(ends, target[:, None], right=True)
     before = torch.where(index > 0, ends.gather(1, (index - 1).clamp_min(0)), 0.0)
