@@ -2,15 +2,15 @@
 
 Shapes: n rows, K key positions read, V vocabulary.
 
-A rollout waits, takes a slot, has its tokens prefilled within a budget, and then gets one token a
-decode step together with all others, until it ends and its slot goes to the next. The newest token
-of a row is never in the cache: the step that samples its successor puts it there. So prefill needs
-no logits, and a prompt, a carried response and a fresh set of weights are all the same case. So is
-a parked row, whose turn has ended: its keys and values are copied out of the slot, and into one
-again when it goes on. Until then no other row shares its prompt.
+A rollout waits for a slot, is prefilled within a budget, and then gets one token per decode step
+with all other rows until it ends and frees its slot. A row's newest token is never in the cache:
+the step that samples its successor writes it. So prefill needs no logits, and prompts, carried
+responses and new weights are handled alike. A parked row (its turn has ended) has its KV cache
+copied out of the slot, and into a slot again when it continues. Until then no other row shares its
+prompt.
 
-When few rows are left, a step may read proposed tokens of a row as well, and give it as many tokens
-more as were proposed rightly (:mod:`stretto.rollout.drafts`).
+When few rows are left, a step may also read proposed tokens of a row and accept those that are
+correct (:mod:`stretto.rollout.drafts`).
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from stretto.types import (
 from stretto.weights.channel import fetched
 
 COPIED = 64 << 20
-"""Bytes that are copied to measure how fast that is."""
+"""Bytes copied to measure the bandwidth to the host."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SlotRow(Row):
-    """A rollout of which ``cached`` tokens have keys and values.
+    """A rollout whose first ``cached`` tokens have a KV cache.
 
     Attributes:
-        cache_version: of the weights under which its cache was begun; older if carried over.
-        kv: keys and values that came with it, or that it is parked with, until it has a slot.
+        cache_version: weights version that started its cache (older if carried over).
+        kv: its cache while it has no slot, because it is waiting or parked.
     """
 
     seed: int
@@ -88,12 +88,12 @@ class SlotRow(Row):
 class TorchEngine(Engine):
     """An engine that generates with a transformers model in this process.
 
-    The model is used as it is, without a copy: a learner that trains the very same module syncs its
-    weights by a version number and a fingerprint alone. While the engine decodes on a CPU in
-    bfloat16, or on a GPU with adapters, the module's layers are changed for that time. Another
-    thread that uses it needs a copy (:func:`~stretto.models.weights.with_own_structure`). Many
-    short calls of :meth:`decode` and one long call sample the same tokens, on a CPU in the same
-    forward passes. On a GPU a row may stay in them after its end (:meth:`_steps_unread`).
+    The model is not copied. A learner that trains the same module syncs its weights by only a
+    version number and a fingerprint. While the engine decodes on a CPU in bfloat16, or on a GPU
+    with adapters, it changes the module's layers. Another thread that uses the module needs a copy
+    (:func:`~stretto.models.weights.with_own_structure`). Many short calls of :meth:`decode` and one
+    long call sample the same tokens, on a CPU in the same forward passes. On a GPU a row may stay
+    in the passes after its end (:meth:`_steps_unread`).
     """
 
     capabilities = Capabilities(
@@ -140,14 +140,14 @@ class TorchEngine(Engine):
         for row in (*rows, *self._parked.values()):
             self._renew(row)
         if not any(row.cached for row in rows):
-            # In the order in which they would be admitted to another engine, such as that of a
-            # resumed run: the same rows are then prefilled together, and all bits are the same.
+            # In the order of admission to another engine, for example in a resumed run, so that the
+            # same rows are prefilled together and results are bitwise equal.
             self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
 
     @torch.inference_mode()
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
-        """See :meth:`Engine.hold`; on a CPU ``offload`` does nothing. The host keeps no more than
-        the slots can hold: beyond that, keys and values are made again.
+        """See :meth:`Engine.hold`. On a CPU ``offload`` does nothing. The host caches at most as
+        many tokens as the slots hold. The rest are recomputed.
         """
         for row in (self._parked[i] for i in rollout_ids if i in self._parked):
             if how == "remake":
@@ -220,7 +220,7 @@ class TorchEngine(Engine):
                     left = stop_after and stop_after - self._finished
                     steps += self._take_unread(count, left) if count > 1 else self._step()
         finally:
-            self._packed.restore()  # an interruption may strike on the way into or out of it
+            self._packed.restore()  # an interruption may come while they are entered or left
             self._adapters.restore()
         return steps
 
@@ -237,7 +237,7 @@ class TorchEngine(Engine):
         plain_states(backbone(self.model), input_ids=ids)[0, -1, 0].item()
 
     def host_bytes_per_s(self) -> float:
-        """See :meth:`Engine.host_bytes_per_s`; measured there and back, after a rehearsal."""
+        """See :meth:`Engine.host_bytes_per_s`. Times a round trip after a warm-up."""
         if self.device == CPU:
             return 0.0
         there = torch.zeros(COPIED, dtype=torch.uint8, device=self.device)
@@ -266,7 +266,7 @@ class TorchEngine(Engine):
         slots = len(self._rows) + coming
         rows = islice(self._waiting, coming)
         tokens = max(len(row.prompt) + row.sampling.max_new_tokens for row in rows)
-        if self._graphed:  # each growth would drop them, and needs room for both caches
+        if self._graphed:  # growth would drop all graphs, and needs memory for both caches
             slots, tokens = self._slots, max(tokens, self.settings.longest)
         self._cache.hold(slots, self._slots)
         self._cache.reserve(tokens)
@@ -285,7 +285,7 @@ class TorchEngine(Engine):
             missing = [row.tokens[row.cached : -1] for row in rows]
             width = max(map(len, missing), default=left)
             if left < budget and width > left:
-                return  # what a first pass leaves over is for whole rows
+                return  # a pass after the first must prefill rows completely
             if rows:
                 parts = [tokens[:left] for tokens in missing]
                 self._pass.prefill(picked, [row.cached for row in rows], parts)
@@ -346,9 +346,9 @@ class TorchEngine(Engine):
     def _steps_unread(self, most: int) -> int:
         """Return how many steps to launch before the host reads their tokens, up to ``most``.
 
-        One, if the host has to look at each token: for an end that frees a slot for a waiting row,
-        for stop strings, to propose tokens, and for sampling of a row's own. A row's limit ends the
-        steps, as its slot has no room beyond.
+        One if the host must see each token: because an end frees a slot for a waiting row, for stop
+        strings, for proposals, and for rows with different sampling. At most the tokens left to any
+        row, because its slot has no more room.
         """
         rows, stop = self._rows, self.settings.stop
         if self._most_unread == 1 or self._waiting or self._proposer or (stop and stop.strings):
@@ -360,10 +360,10 @@ class TorchEngine(Engine):
         return min(most, self._most_unread, *(row.tokens_left for row in rows))
 
     def _take_unread(self, count: int, stop_after: int) -> int:
-        """Take ``count`` steps, then read their tokens. Return how many of the steps count.
+        """Take ``count`` steps, then read their tokens. Return the number of steps that count.
 
-        Tokens after the end of their row are dropped, and all tokens after the step in which
-        ``stop_after`` rollouts have finished, so that the outcome is as if each step were read.
+        Drops tokens after the end of their row, and after the step in which ``stop_after`` rollouts
+        have finished, so that the result is as if each step were read.
         """
         rows = list(self._rows)
         inputs, read = self._inputs([()] * len(rows)), max(row.cached for row in rows) + 1
@@ -393,7 +393,7 @@ class TorchEngine(Engine):
         return max(lengths)
 
     def _leave(self, ended: Mapping[int, Chunk]) -> None:
-        """Free the slots of rows that ended in a step, or whose turn did."""
+        """Free the slots of rows that ended in a step, or whose turn ended."""
         for slot in reversed(range(len(self._rows))):  # a vacated slot takes the last row
             row = self._rows[slot]
             if not (chunk := ended.get(row.id)):
@@ -408,7 +408,7 @@ class TorchEngine(Engine):
             self._bound_kept()
 
     def _proposed(self) -> Sequence[Sequence[int]]:
-        """Propose tokens for each row: none while many are decoded, or some are prefilled."""
+        """Propose tokens for each row, but none while many rows decode or some need prefill."""
         rows, config = self._rows, self._config
         few = len(rows) <= config.speculative_rows and all(row.ready for row in rows)
         if self._proposer and few:
@@ -420,7 +420,7 @@ class TorchEngine(Engine):
     def _inputs(self, proposed: Sequence[Sequence[int]]) -> StepInputs:
         most, idle = max(map(len, proposed)), self._cache.capacity
         if most:
-            if self._graphed:  # which are of one width
+            if self._graphed:  # graphs have a fixed width
                 most = self._config.speculative_tokens
             self.speculated["proposed"] += most * len(proposed)
         ids, positions, seeds, draws = [], [], [], []
@@ -437,21 +437,20 @@ class TorchEngine(Engine):
         try:
             row.kv = self._cache.take(slot, row.cached, row.cache_version)
         except torch.OutOfMemoryError:
-            if self._sliced:  # other ranks may have room, and all must prefill the same
+            if self._sliced:  # other ranks may have memory, and all must prefill the same
                 raise
             row.void(self.version)
 
     def _bound_kept(self) -> None:
-        """Drop keys and values outside the slots, where the device has more tokens of them than the
-        slots can hold, or the host has.
+        """Drop KV caches outside the slots beyond the slots' tokens, on the device and on the host.
 
-        Those of rows that wait for a slot go first, from the end of the queue, then those of the
-        rows that have been parked for longest. So an engine has at most twice the memory of its
-        slots, and as much as the slots take on the host, however many episodes wait.
+        Drops those of rows waiting for a slot first, from the end of the queue, then of the longest
+        parked rows. So an engine needs at most twice the memory of its slots on the device, and as
+        much as the slots on the host, however many episodes wait.
         """
         kept = [r for r in (*reversed(self._waiting), *self._parked.values()) if r.kv]
         longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in kept), default=0)
-        room = self._slots * max(self._cache.capacity, longest)  # slots grow for a row that comes
+        room = self._slots * max(self._cache.capacity, longest)  # slots grow for incoming rows
         for here in (True, False):
             rows = [r for r in kept if r.kv and (r.kv.device == self.device) is here]
             excess = sum(row.cached for row in rows) - room
@@ -471,11 +470,12 @@ class TorchEngine(Engine):
 def pick_prefill(
     rows: Sequence[SlotRow], pending: Sequence[int], budget: int, version: int
 ) -> list[int]:
-    """Pick slots for one prefill pass: the longest first, padded width times rows in the budget.
+    """Pick slots for one prefill pass, longest first, with padded width times rows in the budget.
 
-    No row is padded to more than its double: a second pass costs less. Fresh rows and rows that go
-    on do not mix, as fresh ones need no mask. Of several rows with one prompt, all but the first
-    wait until the first has prefilled it under the present weights.
+    - No row is padded to more than twice its length, because a second pass costs less.
+    - New and continued rows do not mix, because new ones need no mask.
+    - Of rows with the same prompt, all but the first wait until it is prefilled under the current
+      weights.
     """
     picked: list[int] = []
     taken = {

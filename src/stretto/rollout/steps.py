@@ -1,6 +1,6 @@
-"""Decode steps of Stretto's own engine: passes over its slots, and CUDA graphs of them.
+"""Decode steps of the torch engine: passes over its slots, and CUDA graphs of them.
 
-Shapes: n rows, q tokens a row (its newest, and proposed ones), K key positions read, V vocabulary.
+Shapes: n rows, q tokens per row (newest and proposed), K key positions read, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from stretto.saying import Say
 from stretto.types import Sampling, TopLogprobs
 
 Graph = tuple[Any, list[Tensor], tuple[Tensor, ...]]
-"""A CUDA graph, the tensors that it reads, and those that it writes."""
+"""A CUDA graph with its input and output tensors."""
 
 warn: Say = logging.getLogger(__name__).warning
-"""Logs an engine's message, if nothing else shows it."""
+"""The default log of engine messages."""
 
 
 class StepInputs(NamedTuple):
     """Inputs of a decode step, all [n, q] int64.
 
     Attributes:
-        ids: a row's newest token, not yet in the cache, and those that are proposed to follow it.
-        positions: theirs; the cache's scratch position where there is none, or a row sits out.
-        draws: which number of the row's stream to draw: the index of the token that follows.
+        ids: a row's newest token, not yet in the cache, and the tokens proposed after it.
+        positions: their positions, or the cache's scratch position for padding and idle rows.
+        seeds: the row's random stream.
+        draws: index of the number to draw from the stream, which is the index of the next token.
     """
 
     ids: Tensor
@@ -53,7 +54,7 @@ class ModelPass(CachedPass):
         self._output = unwrapped(model).get_output_embeddings()
 
     def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """Sample what follows each token of slots 0..n: tokens and log-probabilities [n, q]."""
+        """Sample the token after each one of slots 0..n. Return tokens and log-probs [n, q]."""
         logits = self.logits(inputs.ids, inputs.positions, read)
         config, u = self.config, uniform(inputs.seeds, inputs.draws).flatten()
         found = sample(logits.flatten(0, 1), u, config.temperature, config.top_k, config.top_p)
@@ -74,7 +75,7 @@ class ModelPass(CachedPass):
 
 
 class DecodeSteps(Protocol):
-    """Decode steps over key positions below ``read``: those of :class:`ModelPass`, or graphs."""
+    """Decode steps over key positions below ``read``, eager or by CUDA graphs."""
 
     def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]: ...
 
@@ -84,15 +85,15 @@ class DecodeSteps(Protocol):
 def decode_several(
     steps: DecodeSteps, inputs: StepInputs, read: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Decode a number of tokens a row, each after the one before, without the host.
+    """Decode ``count`` tokens per row one after another, without waiting for the host.
 
-    Takes the inputs [n, 1] of the first step, in which no row sits out. Returns tokens and
+    Takes the inputs [n, 1] of the first step, without idle rows. Returns tokens and
     log-probabilities [n, count].
     """
     found = []
     for step in range(count):
         newest, logprobs = steps.decode(inputs, read + step)
-        found.append((newest.clone(), logprobs.clone()))  # the next replay of a graph reuses both
+        found.append((newest.clone(), logprobs.clone()))  # because graph replays reuse both
         inputs = StepInputs(newest, inputs.positions + 1, inputs.seeds, inputs.draws + 1)
     tokens, of_tokens = zip(*found, strict=True)
     return torch.cat(tokens, 1), torch.cat(of_tokens, 1)
@@ -104,8 +105,8 @@ def until_ends(
     goes_on: Sequence[bool],
     stop_after: int,
 ) -> list[int]:
-    """Count the tokens of each row up to its end token, or up to the step in which ``stop_after``
-    rows have finished, if that is not 0. Rows that go on after an end have not finished.
+    """Count each row's tokens up to its end token, or to the step in which ``stop_after`` rows have
+    finished (0: no limit). Rows that continue after an end do not count as finished.
     """
     lengths, finishes = [], []
     for row, more in zip(tokens, goes_on, strict=True):
@@ -122,7 +123,7 @@ def until_ends(
 def decode_each(
     steps: DecodeSteps, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
 ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
-    """Decode a token a row, each sampled in its own way; the third are what rows ask for."""
+    """Decode a token per row with its own sampling. The third result is its top log-probs."""
     ids, positions, seeds, draws = (x[:, 0] for x in inputs)
     logits = steps.next_logits(ids, positions, read)
     u, tokens = uniform(seeds, draws), torch.empty_like(ids)
@@ -146,8 +147,9 @@ def decode_each(
 def decoder(
     model: nn.Module, cache: SlotCache, config: RolloutConfig
 ) -> tuple[ModelPass, DecodeSteps]:
-    """Return a model's passes over a slot cache, and its decode steps, by CUDA graphs where those
-    are wanted and can be. Raises EngineError if the model computes something else over slots.
+    """Return a model's passes over a slot cache and its decode steps (CUDA graphs if enabled).
+
+    Raises EngineError if the model computes other results over slots.
     """
     own = ModelPass(model, SlotCache(2), config)
     with torch.inference_mode():
@@ -164,12 +166,12 @@ SHORTEST = 256
 
 
 class GraphedDecode:
-    """Decode steps replayed as CUDA graphs, one for each shape of a step's inputs and each reach,
-    rounded up. A capture that fails is tried once more. If it fails again, as the routing of most
-    experts does, that is said, and all steps run eagerly.
+    """Decode steps replayed as CUDA graphs, one for each shape and number of key positions, both
+    rounded up. A failed capture is retried once. If it fails again, for example in the routing of
+    most experts, that is logged and all steps run eagerly.
 
     Attributes:
-        replays: how many steps were replayed so far.
+        replays: number of replayed steps.
     """
 
     def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
@@ -194,12 +196,12 @@ class GraphedDecode:
         self, step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], read: int
     ) -> tuple[Tensor, ...]:
         cache, (n, *width) = self._model.cache, inputs[0].shape
-        if cache.moves != self._moves:  # graphs so far write to freed memory
+        if cache.moves != self._moves:  # old graphs write to freed memory
             self._graphs.clear()
             self._pool, self._moves = None, cache.moves
         rows = min(1 << (n - 1).bit_length(), cache.slots)
         reach = min(max(SHORTEST, 1 << (read - 1).bit_length()), cache.capacity)
-        key = rows, *width, reach  # inputs of the logits alone have no width
+        key = rows, *width, reach  # inputs of next_logits have no width
         if key not in self._graphs and not self._eager:
             static = [x.new_zeros(rows, *width) for x in inputs]
             static[1].fill_(cache.capacity)
@@ -207,7 +209,7 @@ class GraphedDecode:
         if self._eager:
             return step(*inputs, read)
         graph, static, outputs = self._graphs[key]
-        static[1].fill_(cache.capacity)  # of rows beyond the first n, which sit out
+        static[1].fill_(cache.capacity)  # rows beyond the first n are idle
         for target, source in zip(static, inputs, strict=True):
             target[:n].copy_(source)
         graph.replay()
