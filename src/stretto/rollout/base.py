@@ -175,10 +175,8 @@ class Engine(ABC):
         self.speculated: dict[str, int] = {}
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses. Each continues after its tokens.
-
-        The tokens of a parked rollout must begin with those that it was parked with. A response
-        with ``FinishReason.TURN`` is parked.
+        """Queue responses, which continue after their tokens. Those of a parked rollout must begin
+        with its parked tokens. A response with ``FinishReason.TURN`` is parked.
         """
         for r in responses:
             self._add(r)
@@ -210,9 +208,8 @@ class Engine(ABC):
 
     @abstractmethod
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
-        """Decide the treatment of parked rollouts' KV caches, which are kept until then.
-
-        Ignores rollouts that are not parked. Never changes sampled tokens.
+        """Decide the treatment of parked rollouts' KV caches, which are kept until then. Ignores
+        other rollouts. Never changes sampled tokens.
         """
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:

@@ -91,9 +91,8 @@ def sample(
 def top_logprobs(
     logits: Tensor, count: int, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> list[list[tuple[int, float]]]:
-    """Return at most ``count`` likeliest tokens per row, with log-probabilities.
-
-    They are under the distribution of :func:`sample`, without truncated tokens.
+    """Return at most ``count`` likeliest tokens per row, with log-probabilities under the
+    distribution of :func:`sample`, without truncated tokens.
     """
     if temperature:
         logits = truncate(logits / temperature, top_k, top_p)

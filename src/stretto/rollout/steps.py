@@ -148,7 +148,6 @@ def decoder(
     model: nn.Module, cache: SlotCache, config: RolloutConfig
 ) -> tuple[ModelPass, DecodeSteps]:
     """Return a model's passes over a slot cache and its decode steps (CUDA graphs if enabled).
-
     Raises EngineError if the model computes other results over slots.
     """
     own = ModelPass(model, SlotCache(2), config)

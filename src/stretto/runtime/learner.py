@@ -111,9 +111,8 @@ class LearnerService(Service):
         return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool, refs: Sequence[WeightsRef]) -> Reply[tuple[bool, int]]:
-        """Stage this rank's shards and those of ``refs``, copied if all ranks have room.
-
-        Returns whether they are live (not copied), and the bytes of all ranks.
+        """Stage this rank's shards and those of ``refs``, copied if all ranks have room. Return
+        whether they are live (not copied), and the bytes of all ranks.
         """
         state = self._packed(refs)
         claims = self._of_all(claim_of(state))
@@ -122,10 +121,8 @@ class LearnerService(Service):
         return Reply((not copy, sum(claim.size for claim in claims)))
 
     def stage_live(self, refs: Sequence[WeightsRef]) -> int:
-        """Stage this rank's shards without a copy and return their bytes.
-
-        Called on the side, after :meth:`end_updates`. No collectives are used, because some ranks
-        may be in the middle of a call.
+        """Stage this rank's shards without a copy and return their bytes. On the side, after
+        :meth:`end_updates`. Uses no collectives, because some ranks may be in a call.
         """
         self._staged = self._packed(refs)
         return size_of(self._staged)
@@ -157,7 +154,6 @@ class LearnerService(Service):
         return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:
-        """Offer the current weights under their current version."""
         refs = self._learner.offer()
         self._read_probe(refs["actor"].version)
         return refs

@@ -186,9 +186,8 @@ class ProcessWorkers:
     def _before(
         self, process: ProcessPlacement, opening: Mapping[str, Future[ServiceGroup]]
     ) -> list[Future[ServiceGroup]]:
-        """Return the processes to wait for: for such an engine, all earlier ones on its GPUs.
-
-        They start one by one, because none may take or free memory while the engine measures.
+        """Return the processes to wait for: for such an engine, all earlier ones on its
+        GPUs, because none may take or free memory while the engine measures.
         """
         if not self._looks_for_memory(process):
             return []
@@ -326,10 +325,9 @@ class Launcher:
 
 
 class RayLauncher(Launcher):
-    """A launcher of processes on a Ray cluster, in one placement group.
-
-    Each rank has a bundle. Ranks that shard layers share one, because a bundle is on one node. If
-    processes share GPUs, each GPU is a bundle, divided evenly among its ranks.
+    """A launcher on a Ray cluster, in one placement group. Each rank has a bundle, or ranks that
+    shard layers share one, because a bundle is on one node. If processes share GPUs, each GPU is a
+    bundle, divided evenly among its ranks.
     """
 
     def __init__(self, config: ClusterConfig, device: Device, say: Say) -> None:

@@ -158,10 +158,8 @@ class Run:
         self.learner.aside_on_all("save_staged", use, folder.absolute(), timeout_s=SAVE_S)
 
     def halt(self, state: DriverState | None = None) -> Halted:
-        """End all work after an error or a signal.
-
-        If the driver's state is passed in, the learner's state is staged with it. The learner must
-        not have trained since that state was taken.
+        """End all work after an error or a signal. With the driver's state, the learner's is staged
+        too. The learner must not have trained since the driver's state was taken.
         """
         self.workers.close_followers()
         for function in self.functions:  # a thread that waits for a function cannot be interrupted

@@ -103,7 +103,6 @@ def write(file: Path, state: Any) -> FileSum:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the OSError behind an error of torch, if there is one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

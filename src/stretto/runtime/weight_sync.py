@@ -357,10 +357,7 @@ class WeightSync:
         return mark, outcomes
 
     def _patience_s(self, model: str, wire: Wire, size: int) -> float:
-        """Return the time limit for sending a model, in seconds.
-
-        It exceeds the setting if earlier transfers took long or a slow wire may need more.
-        """
+        """Return a transfer's time limit. Exceeds the setting if the model or wire needs more."""
         assert self._meeting is not None
         before = self._times.get((model, wire))
         enough_s = SLOW * median(before) if before else size / LEAST_BYTES_PER_S[wire]
@@ -427,9 +424,8 @@ class WeightSync:
     def _compared(
         self, ref: WeightsRef, offer: Offer, outcomes: Mapping[str, Outcome]
     ) -> dict[str, Outcome]:
-        """Record how much followers' probes differ, and log unusual differences.
-
-        Returns the outcomes, with an error for a follower that still computes the last version.
+        """Record how much followers' probes differ, and log unusual differences. Return the
+        outcomes, with an error for a follower that still computes the last version.
         """
         found, passed = dict(outcomes), list[float]()
         ours, before = offer.probe, self._probes[0][1] if len(self._probes) > 1 else None
