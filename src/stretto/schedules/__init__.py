@@ -1,1 +1,1 @@
-"""The schedules: when each piece of work runs. They know roles by their protocols alone."""
+"""Schedules decide when each piece of work runs. They know roles only by their protocols."""

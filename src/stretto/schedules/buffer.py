@@ -1,8 +1,8 @@
-"""The rollouts between the queue and the batch: being decoded, carried, or ended early.
+"""The rollouts between the queue and the batch: OPPO's buffer (inter-step overlap).
 
-OPPO's buffer (inter-step overlap): FIFO, of a round's size plus delta; carried rollouts come before
-fresh ones; the first to end make the batch. Here a *group* (the rollouts of one prompt in one draw)
-is carried or chosen as a whole, so that algorithms that compare its rollouts see all of them.
+It is FIFO and holds a round plus delta. Carried rollouts come before fresh ones, and the first to
+end make the batch. A *group* (the rollouts of one prompt in one draw) is carried or chosen
+together, so that algorithms can compare all its rollouts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ from stretto.types import Prompt, episode_of
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The rollouts of one prompt, how many have not ended, and the place in the order of ends.
-
-    ``size`` is how many were drawn: samples of one episode count once, and are in no other group.
-    """
-
-    rollouts: list[Rollout]
-    open: int
-    place: int = -1
-    size: int = field(init=False)
+    rollouts: list[Rollout]  # of one prompt, with all samples of its episodes
+    open: int  # rollouts that have not ended
+    place: int = -1  # in the order in which groups end, -1 before
+    size: int = field(init=False)  # draws: the samples of an episode count once
 
     def __post_init__(self) -> None:
         self.size = len({episode_of(r.id) for r in self.rollouts})
 
 
 class Buffer:
-    """Groups in the order in which they were drawn, and those chosen for the present round.
+    """Groups in draw order, and the groups chosen for the current round.
 
-    A round takes ``groups`` groups: the first to end, as long as none is carried more than
-    ``max_carries`` times. A group that has been carried that often is waited for. Sometimes a group
-    is waited for earlier, because several could not all be taken in the rounds they have left: of
-    the groups that may be carried at most k times more, no more than ``k * groups`` may be left.
+    A round takes the first ``groups`` groups to end, unless it must wait for another, so that:
+
+    - No group is carried more than ``max_carries`` times.
+    - Of the groups with k or fewer carries left, a round leaves no more than ``k * groups``,
+      because the next k rounds cannot take more.
     """
 
     def __init__(self, max_carries: int) -> None:
@@ -48,7 +44,7 @@ class Buffer:
         self._groups: dict[int, _Group] = {}
         self._chosen: list[_Group] = []
         self._wanted = 0
-        self._due: list[int] = []  # [k]: still to be chosen, of groups with at most k carries left
+        self._due: list[int] = []  # [k]: groups with k or fewer carries left, still to choose
         self._ended = 0
 
     def __len__(self) -> int:
@@ -86,13 +82,13 @@ class Buffer:
         group.open += 1
 
     def drop(self, fork: Rollout) -> None:
-        """Take a sample out again that has not ended, of an episode that is begun anew."""
+        """Remove an open sample whose episode starts again."""
         group = self._groups[fork.group]
         group.rollouts.remove(fork)
         group.open -= 1
 
     def begin_round(self, groups: int) -> Sequence[Rollout]:
-        """Start choosing; return what is chosen at once: what ended before, but too late."""
+        """Start a round. Returns the rollouts chosen at once, because they ended before it."""
         if len(self._groups) > (self._max_carries + 1) * groups:
             raise LifecycleError(
                 f"{len(self._groups)} groups are in flight and a round takes {groups}: not all can "
@@ -106,7 +102,7 @@ class Buffer:
         return [r for g in ended for r in self._choose(g)]
 
     def ended(self, rollout: Rollout) -> Sequence[Rollout]:
-        """Note that a rollout has ended; return the rollouts that are chosen by that."""
+        """Record that a rollout has ended. Returns the rollouts chosen as a result."""
         group = self._groups[rollout.group]
         group.open -= 1
         if group.open:
@@ -115,7 +111,7 @@ class Buffer:
         return self._choose(group)
 
     def missing(self) -> int:
-        """Return how many more rollouts must end, at the least, to complete the round."""
+        """Return the smallest number of rollouts that must still end to complete the round."""
         by_left: dict[int, list[int]] = {}
         for group in self._groups.values():
             if group.open:
@@ -132,10 +128,7 @@ class Buffer:
         return rollouts
 
     def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
-        """End the round; return its rollouts, and those carried that are still being decoded.
-
-        Raises LifecycleError if it is not complete.
-        """
+        """End a complete round (else LifecycleError). Returns its rollouts and the open ones."""
         if not self.complete:
             raise LifecycleError(
                 f"a round has {len(self._chosen)} of its {self._wanted} groups", "round-incomplete"
@@ -160,7 +153,7 @@ class Buffer:
             self._due.append(within - k * self._wanted)
 
     def _choose(self, group: _Group) -> Sequence[Rollout]:
-        """Take an ended group into the round, if there is room beside those that are waited for."""
+        """Take an ended group into the round, unless its place is due to another group."""
         room = self._wanted - len(self._chosen) - 1
         due = [n - (k >= self._left(group)) for k, n in enumerate(self._due)]
         if room < max([0, *due]):
@@ -170,7 +163,7 @@ class Buffer:
         return group.rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups with their rollouts, and the round's choice, as plain data."""
+        """Return the groups with their rollouts, and the round's choice."""
         return {
             "groups": [[r.state_dict() for r in g.rollouts] for g in self._groups.values()],
             "places": [g.place for g in self._groups.values()],
@@ -182,7 +175,7 @@ class Buffer:
     def load_state_dict(
         self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt]
     ) -> None:
-        """Take up what :meth:`state_dict` returned; prompts are known by their ids."""
+        """Restore :meth:`state_dict`, which has only the ids of prompts."""
         self._groups = {}
         for saved, place in zip(state["groups"], state["places"], strict=True):
             rollouts = restored(saved, prompt_by_id)

@@ -1,4 +1,4 @@
-"""The size of chunks: tokens that the actor decodes before the scorers are given them."""
+"""Chunk size: tokens per rollout that are decoded before scorers get them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
 from stretto.schedules.models import LengthModel
 
-SHORTEST = 8  # tokens in a chunk, at least; below that the calls cost more than they overlap
-LONG = 0.95  # the quantile of the lengths from which a response counts as long
-REMEMBERED = 1024  # lengths that the quantile is taken from
+SHORTEST = 8  # tokens. In smaller chunks the calls cost more than they overlap
+LONG = 0.95  # quantile of lengths that counts as a long response
+REMEMBERED = 1024  # recent lengths for this quantile
 OF_RESPONSES, OF_TURNS = (128, 256, 512), (8, 16, 32)
-"""Sizes that are tried. One that environments have answered is decoded from the next chunk on, and
-waits for the end of the one under way; so chunks of episodes are short."""
-ABOUT = 1.05  # times that differ by a smaller factor are equal: steps differ by as much anyway
+"""Sizes to try: small for episodes, because an answered rollout waits until a chunk ends."""
+ABOUT = 1.05  # times within this factor are equal, because steps vary as much anyway
 
 
 @runtime_checkable
 class ChunkSize(Controller, Protocol):
-    """A controller that decides the size of chunks, step by step."""
+    """Controller that sets the chunk size for each step."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that one decode call of the coming step gives each rollout."""
+        """Tokens per rollout and decode call in the next step."""
 
 
 class FixedChunk(Fixed):
-    """Sizes of chunks that are given: one of them never changes, several serve one step each."""
+    """Given chunk sizes, one per step. The last one stays."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__("chunk_tokens", 1, sizes)
@@ -40,16 +39,16 @@ class FixedChunk(Fixed):
 
 
 class TunedChunk(Stateful):
-    """A controller that tries sizes now and then and keeps the fastest (OPPO, intra-step overlap).
+    """Controller that regularly tries sizes and keeps the fastest (OPPO, intra-step overlap).
 
-    Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
-    every window of steps the candidates take turns for up to a quarter of it; then the one with the
-    least median time per decoded token serves, or the largest of those about as fast, as it needs
-    fewer calls. A run's first step pays for what is done once, and runs the middle candidate.
+    Small chunks cost calls and contention. Large ones leave no overlap. Each window of steps starts
+    with turns of all candidates, for up to a quarter of it or one turn each. Then the size with the
+    lowest median time per decoded token is used, or the largest of about the same speed, because it
+    needs fewer calls. A run's first step has one-time costs. It uses the middle size, untimed.
 
-    Once a window, all candidates are halved together until the largest is no longer than a long
-    response: the 95th percentile of recent lengths; in the first window the token limit, as the
-    first to finish are short whatever the others are. Those that become equal are one.
+    Once per window, candidates are halved until the largest is no longer than a long response, and
+    equal ones are merged. Long is the 95th percentile of recent lengths, but the token limit in the
+    first window, because the first responses to finish are short.
     """
 
     saved = ("sizes", "tokens", "place", "times", "lengths")

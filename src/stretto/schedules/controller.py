@@ -1,4 +1,4 @@
-"""Controllers: what they learn from a round, what all of them do, and the meter of rounds."""
+"""Controllers: their protocol and base classes, their feedback, and the meter that makes it."""
 
 from __future__ import annotations
 
@@ -14,52 +14,51 @@ from stretto.protocols import Clock
 from stretto.schedules.rollout import Rollout
 from stretto.types import Stats
 
-REWARD = "objective/scores"  # the learner's mean reward of the batch, which controllers follow
+REWARD = "objective/scores"  # the learner's mean reward of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """A decode call, as the schedule saw it."""
+    """Measurements of one decode call."""
 
-    rows: float  # rollouts that were being decoded, on average over the call's steps
-    steps: int  # tokens that the longest-lived of them got
+    rows: float  # tokens per step, which is the mean number of rollouts without speculation
+    steps: int
     seconds: float
-    first: bool = False  # its generator's first of a round, which prefills what was admitted
+    first: bool = False  # its generator's first of a round, which prefills admitted rollouts
     carried: int = 0  # with ``first``, rollouts that it may have to prefill again
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A round, from one weight sync to the next, as controllers see it."""
+    """Measurements of a round, from one weight sync to the next."""
 
     reward: float  # mean of the batches trained on
     lengths: Sequence[int]  # response tokens of the rollouts that ended
     decode: Sequence[DecodeSample]
-    seconds: float  # the whole round
-    overhead_s: float  # the part of it in which nothing was being decoded
-    beyond: int = 0  # rollouts that were in flight beyond the newest round's when it began
+    seconds: float  # of the full round
+    overhead_s: float  # the part without decoding
+    beyond: int = 0  # rollouts in flight beyond a round's size when the newest round started
 
 
 class Controller(Protocol):
-    """A controller that decides one thing, step by step."""
+    """Decides one value per step. For controllers a step is a round."""
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from the step that has just ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the controller has learnt, as plain data."""
+        """Return the learned state as plain data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Restore :meth:`state_dict`."""
 
 
 class Stateful:
-    """An object whose state is plain data in private attributes, or in other such objects."""
+    """Base class whose state is in private attributes: plain data, or Stateful objects."""
 
     saved: ClassVar[tuple[str, ...]] = ()  # names of these attributes, without the underscore
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, by name."""
         found = {name: getattr(self, f"_{name}") for name in self.saved}
         return {
             name: part.state_dict() if isinstance(part, Stateful) else deepcopy(part)
@@ -67,7 +66,6 @@ class Stateful:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
         for name in self.saved:
             part = getattr(self, f"_{name}")
             if isinstance(part, Stateful):
@@ -83,7 +81,7 @@ def check_least(least: int, **numbers: float) -> None:
 
 
 class Fixed:
-    """A controller that learns nothing: its numbers serve one step each, and the last one stays."""
+    """Controller that learns nothing. It uses one number per step, and the last one stays."""
 
     def __init__(self, name: str, least: int, numbers: Sequence[int]) -> None:
         check_least(1, **{f"how many times {name} is given": len(numbers)})
@@ -105,7 +103,7 @@ class Fixed:
 
 
 class Meter(Stateful):
-    """A meter of steps for people, and of rounds for controllers; times are not saved."""
+    """Measures steps for metrics, and rounds for controllers. Times are not saved."""
 
     saved = ("rewards", "lengths", "beyond")
 
@@ -120,7 +118,7 @@ class Meter(Stateful):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Count the time of the body of a ``with`` statement as decoding."""
+        """Count the body of a ``with`` statement as decoding time."""
         self._generating_since_s = self._clock.now()
         try:
             yield
@@ -138,7 +136,7 @@ class Meter(Stateful):
         self._rewards.append(stats[REWARD])
 
     def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:
-        """Return the metrics since the last call, and start anew."""
+        """Return the measurements since the last call, and reset them."""
         now_s = self._clock.now()
         generated_s, self._generated_s = self._generated_s, 0.0
         if self._generating_since_s is not None:
@@ -152,7 +150,6 @@ class Meter(Stateful):
         return feedback
 
     def metrics(self, batch: Sequence[Rollout]) -> dict[str, float]:
-        """Return the metrics of the step that ends now, for people."""
         now_s = self._clock.now()
         step_s, self._step_start_s = now_s - self._step_start_s, now_s
         tokens = sum(r.total_tokens for r in batch)

@@ -1,4 +1,4 @@
-"""What decides as a schedule runs: its settings, and a controller for each thing that adapts."""
+"""Settings of a schedule, and its controllers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.schedules.overcommit import Overcommit
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Settings and controllers of one schedule; the controllers change as it runs."""
+    """Settings and controllers of one schedule. Only the controllers' state changes in a run."""
 
     settings: Settings
     chunk: ChunkSize
@@ -40,13 +40,12 @@ class Controls:
 
     @property
     def controllers(self) -> Mapping[str, Controller | HoldPolicy]:
-        """The controllers that exist, by the name that their state has in a checkpoint."""
+        """Existing controllers, by the key of their state in a checkpoint."""
         names = (each.name for each in fields(self) if each.name != "settings")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
 def _within(name: str, value: Any, low: int, high: int | None) -> int:
-    """Refuse a controller's number for which engines have no room, or that is not whole."""
     number = int(value) if isinstance(value, Integral) else low - 1
     if low <= number <= (number if high is None else high):
         return number

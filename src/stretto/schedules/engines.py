@@ -1,4 +1,4 @@
-"""The generators of a run, the rollouts at each of them, and moves between them (RLHFuse)."""
+"""The generators of a run, the rollouts at each, and moves between generators (RLHFuse)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.rollout import Rollout
 from stretto.types import Chunk, FinishReason
 
-DEADLINE_TOKENS = 4096
-"""Tokens per rollout covered by one ``schedule.deadline_s``."""
+DEADLINE_TOKENS = 4096  # per rollout, covered by one schedule.deadline_s
 
 
 class Place(StrEnum):
-    """The kinds of places where a rollout can be until it has ended."""
+    """The kinds of places at which an unfinished rollout can be."""
 
-    WAITING = "waiting"  # for the next admission of its engine
+    WAITING = "waiting"  # for its engine's next admission
     DECODING = "decoding"
     PARKED = "parked"  # its engine keeps it until the environment answers
-    MOVING = "moving"  # on the way to an engine
-    DROPPED = "dropped"  # moving too, but to be released on arrival
-    BACK = "back"  # answered in lockstep, placed once all answers are there
+    MOVING = "moving"  # to another engine
+    DROPPED = "dropped"  # moving, and released on arrival
+    BACK = "back"  # answered in lockstep, placed once all answers have arrived
     NOWHERE = "nowhere"  # no engine serves
 
 
 class Location(NamedTuple):
-    """The place of a rollout, and the number of the engine if it is at one."""
+    """A place, and the engine to which it belongs, if any."""
 
     place: Place | None = None
     engine: int | None = None
@@ -50,14 +49,11 @@ _ENTERED_FROM: Mapping[Place, tuple[Place, ...]] = {
     Place.MOVING: (Place.DECODING, Place.PARKED),
     Place.DROPPED: (Place.MOVING, Place.DROPPED),
 }
-"""Where rollouts come from. Any may come to the other places, for example from a lost engine."""
+"""Places that lead to each place. Unlisted places follow any, for example after a loss."""
 
 
 class Locations:
-    """One location for each rollout that has not ended, as a state machine.
-
-    The rollouts of a location are in the order in which they came to it.
-    """
+    """State machine with one location per unfinished rollout. Each location keeps arrival order."""
 
     def __init__(self) -> None:
         self._locations: dict[int, Location] = {}
@@ -76,7 +72,7 @@ class Locations:
         return any(self._rollouts[at] for at in self._rollouts if at.place in places)
 
     def put(self, rollout: Rollout, place: Place, engine: int | None = None) -> None:
-        """Move a rollout; raise LifecycleError if it cannot come to the place from where it is."""
+        """Set the place of a rollout. LifecycleError if the present one does not lead there."""
         before = self.place_of(rollout)
         if before not in _ENTERED_FROM.get(place, (before,)):
             raise LifecycleError(
@@ -93,7 +89,7 @@ class Locations:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """A generator, with the rollouts that are at it."""
+    """A generator, and the rollouts at it."""
 
     number: int
     name: str
@@ -103,10 +99,10 @@ class Engine:
     holds: Parked | None
     clock: Clock
     idle_since_s: float
-    released: list[int] = field(default_factory=list)  # were parked; the generator may drop them
+    released: list[int] = field(default_factory=list)  # formerly parked rollouts to drop
     arrival: asyncio.Event = field(default_factory=asyncio.Event)  # more to decode, or the end
-    left: bool = False  # it has no more to do in the round, and its device is free
-    carried: int | None = None  # with earlier rounds' tokens; None after a first call
+    left: bool = False  # whether it is done with the round, and its device is free
+    carried: int | None = None  # rollouts with earlier rounds' tokens. None after a first call
 
     @property
     def serves(self) -> bool:
@@ -124,19 +120,19 @@ class Engine:
         return self.locations.at(place, self.number)
 
     async def release(self) -> None:
-        """Have the generator drop the rollouts that were parked and go on no more."""
+        """Have the generator drop the rollouts in ``released``."""
         ids, self.released = self.released, []
         if ids:
             with suppress(GoneError):
                 await self.guard.ask(self.generator.release(ids), ids)
 
     async def admit(self) -> None:
-        """Give the generator the rollouts that wait for that."""
+        """Give the generator the waiting rollouts."""
         await self.release()
         rollouts = list(self.at(Place.WAITING).values())
         for rollout in rollouts:
             self.locations.put(rollout, Place.DECODING, self.number)
-        if any(r.in_turns for r in rollouts):  # in the order of answers, which chance decides
+        if any(r.in_turns for r in rollouts):  # answers come in random order
             rollouts.sort(key=lambda r: r.id)
         responses = [r.response() for r in rollouts]
         with suppress(GoneError):
@@ -145,7 +141,7 @@ class Engine:
     async def decode(
         self, max_tokens: int, stop_after: int, samples: list[DecodeSample]
     ) -> Sequence[Chunk]:
-        """Add tokens to the rollouts that are decoded, and a sample of the call's cost."""
+        """Return the chunks of a decode call, or none after a loss, and add to ``samples``."""
         decoding, start_s = self.at(Place.DECODING), self.clock.now()
         try:
             deadlines = max(1.0, max_tokens / DEADLINE_TOKENS)
@@ -174,7 +170,7 @@ class Engine:
         return chunks
 
     async def hold(self, chunk_tokens: int) -> None:
-        """Let go of keys and values of parked rollouts that room is wanted for."""
+        """Offload or drop the KV cache of parked rollouts, as the hold policy decides."""
         if self.holds is None:
             return
         decoding = sum(r.total_tokens + chunk_tokens for r in self.held.values())
@@ -186,25 +182,24 @@ class Engine:
 
 @dataclass(slots=True, eq=False)
 class Moves:
-    """The moves of a round, which are planned once and take place between calls of their source."""
+    """The moves of a round, planned once and made between decode calls of their source."""
 
     engines: Sequence[Engine]
     locations: Locations
     policy: MigrationPolicy | None
-    place: Callable[[Iterable[Rollout]], None]  # gives rollouts whose move failed to any engine
+    place: Callable[[Iterable[Rollout]], None]  # for rollouts whose move failed
     landed: asyncio.Event = field(default_factory=asyncio.Event)  # a move has ended
     _may_plan: bool = False
     _planned: dict[tuple[Engine, Engine, bool], list[int]] = field(default_factory=dict)
-    """From which engine to which, and whether with keys and values: the rollouts' ids."""
-    _gathering: Sequence[Engine] = ()
-    """Where stragglers of the round were moved."""
+    """Ids of rollouts, by source, destination, and whether the KV cache moves along."""
+    _gathering: Sequence[Engine] = ()  # destinations of the round's stragglers
 
     def begin_round(self, *, gathers: bool) -> None:
         self._may_plan = gathers and self.policy is not None
         self._planned, self._gathering = {}, ()
 
     def plan(self, missing: int) -> None:
-        """Plan the round's moves if so few responses are missing (0: the round is over)."""
+        """Plan the round's moves once few enough responses are missing (0: the round is over)."""
         if not (self._may_plan and self.policy and 0 < missing <= self.policy.threshold()):
             return
         self._may_plan = False
@@ -221,12 +216,12 @@ class Moves:
                 engine.arrival.set()  # so that parked rollouts move, too
 
     def come_to(self, engine: Engine) -> bool:
-        """Return whether rollouts to decode are on the way to a generator, or will be."""
+        """Return whether rollouts to decode are moving to an engine, or planned to."""
         planned = any(destination is engine for _, destination, _ in self._planned)
         return planned or bool(engine.at(Place.MOVING))
 
     def gathered_at(self, engine: Engine) -> Engine | None:
-        """Return where rollouts of a generator go, if stragglers are gathered elsewhere."""
+        """Return the destination for rollouts of an engine if stragglers are gathered elsewhere."""
         serving = [other for other in self._gathering if other.serves]
         if not serving or engine in self._gathering:
             return None
@@ -238,10 +233,10 @@ class Moves:
             way[1].arrival.set()
 
     async def carry_out(self, source: Engine) -> None:
-        """Carry out the planned moves, and move parked rollouts before their answers come."""
+        """Make the planned moves from an engine. Parked rollouts move before they are answered."""
         for way in [way for way in self._planned if way[0] is source]:
             decoding = source.at(Place.DECODING)
-            # Some have ended meanwhile, or wait to be admitted once more.
+            # Some planned rollouts have ended meanwhile, or wait for another admission.
             rollouts = [decoding[id_] for id_ in self._planned.get(way, ()) if id_ in decoding]
             if rollouts and way[1].serves:
                 await self.transfer(*way, rollouts)
@@ -260,14 +255,12 @@ class Moves:
         *,
         parked: bool = False,
     ) -> None:
-        """Move rollouts from one generator to another.
-
-        Those that are decoded are the destination's before it has accepted them, so that its next
-        call to decode is behind that one. If a generator is lost, any other takes them: parked ones
-        when their answers come.
+        """Move rollouts between generators. Those being decoded belong to the destination before it
+        has accepted them, so that its next decode call comes after that call. If a generator is
+        lost, any other one takes the rollouts: parked ones when their answers come.
         """
         ids, locations = [r.id for r in rollouts], self.locations
-        # An answer may come meanwhile: it is put behind what has arrived.
+        # Copied first: an answer may add context during the move, which is admitted afterwards.
         finish = FinishReason.TURN if parked else None
         responses = [replace(r.response(), finish=finish) for r in rollouts]
         for rollout in rollouts:

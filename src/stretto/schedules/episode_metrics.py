@@ -1,14 +1,10 @@
-"""Figures of episodes, from what their environment's answers recorded.
+"""Metrics of episodes, from the records of their environment's answers.
 
-An :class:`~stretto.types.Observation`'s ``record`` is plain data. What is read of it, here and by
-records and transcripts, all of it optional:
-
-``seconds``
-    That the environment took to answer.
-``calls``
-    Of the turn, in order, each with ``name``, ``arguments``, ``status`` (``ok``; ``invalid`` or
-    ``unclosed`` as it was parsed, ``unknown`` where there is no such tool: then it did not run),
-    ``seconds``, ``error`` (a text; empty where it worked), ``timed_out`` and ``result``.
+An :class:`~stretto.types.Observation`'s ``record`` is plain data. This module, the run's records
+and transcripts read two entries: ``seconds`` that the environment took to answer, and ``calls`` of
+the turn in order, with ``name``, ``arguments``, ``status``, ``seconds``, ``error`` (a text, empty
+on success), ``timed_out`` and ``result``. All of them are optional. Only a call with status ``ok``
+runs. The parser sets ``invalid`` or ``unclosed``, and a missing tool ``unknown``.
 """
 
 from __future__ import annotations
@@ -25,11 +21,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.types import Observation, episode_of
 
 CALL_STATUSES = ("ok", "invalid", "unclosed", "unknown")
-"""Outcomes of reading a call, of which only the first is run."""
-
-MOST_TOOLS = 32
-"""Tools of a step that have figures of their own, the most often called first."""
-
+MOST_TOOLS = 32  # tools per step with metrics of their own, the most often called first
 _NAME_CHARS = 64
 
 
@@ -51,22 +43,22 @@ def tools_called(observation: Observation) -> str:
 
 
 def wait_s(observation: Observation) -> float:
-    """Return the seconds that an answer took; those of its calls where it has none of its own."""
+    """Return the seconds that an answer took, or its slowest call if it has no time itself."""
     seconds = observation.record.get("seconds")
     if seconds is None:
         each = (float(call.get("seconds") or 0.0) for call in calls(observation))
-        return max(each, default=0.0)  # they ran side by side
+        return max(each, default=0.0)  # calls run concurrently
     return float(seconds)
 
 
 def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Return the metrics of the episodes that rollouts are samples of; none where there are none.
+    """Return the metrics of the episodes among rollouts, empty without episodes.
 
-    ``episode/...`` are over episodes, an episode's samples taken together: turns, samples where
-    there are forks, context tokens and their share, seconds of waiting (a turn's, and a whole
-    episode's), and the share that was ended by each cause. ``tools/call_frequency`` is calls an
-    episode, ``tools/failure_frequency`` the share of calls that failed, ``tools/calls/<status>``
-    are shares of the calls, and ``tools/<name>/...`` count a tool's calls, errors and time-outs.
+    ``episode/...`` count an episode with all its samples: turns, samples if there are forks,
+    context tokens and their share, seconds of waiting per turn and per episode, and the share ended
+    by each cause. ``tools/call_frequency`` is calls per episode, ``tools/failure_frequency`` the
+    share of failed calls, ``tools/calls/<status>`` are shares of calls, and ``tools/<name>/...``
+    are calls, errors, time-outs and mean seconds of a tool.
     """
     episodes: defaultdict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -108,7 +100,7 @@ def _tools(made: Sequence[Mapping[str, Any]], episodes: int) -> dict[str, float]
         "tools/failure_frequency": failed / len(made),
         **{f"tools/calls/{s}": statuses[s] / len(made) for s in CALL_STATUSES},
     }
-    # Names that were not run are whatever the policy wrote: no metric is named after them.
+    # A call that did not run may have any name, so no metric is named after it.
     by_name: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for call in made:
         if call.get("status", "ok") == "ok":

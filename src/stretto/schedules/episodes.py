@@ -1,8 +1,8 @@
-"""The schedule's side of an environment: which episodes wait for an answer, and what they become.
+"""Episodes: requests to the environment, and the effects of its answers on rollouts.
 
-An answer is awaited beside everything else, one task an episode. While it is, the rollout is
-``WAITING``: it takes memory and no slot, scorers may read all that it has, and new weights come and
-go. A restart finds the turn unanswered, and asks again.
+Each answer is awaited in a task of its own, in parallel with everything else. Meanwhile the rollout
+is ``WAITING``: it takes memory but no slot, scorers may read all its tokens, and weights may
+change. A restart repeats the requests for unanswered turns.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ from stretto.schedules.scoring import Scoring
 from stretto.schedules.waits import answered
 from stretto.types import Chunk, FinishReason, Observation, Score, episode_of
 
-TOKEN_LIMITS = ("turn_tokens", "tokens")
-"""Ends of episodes within a turn. After other ends the last turn has ended by itself."""
-
-MOST_BEGINNINGS = 3
-"""Times that an episode is begun, at most, where its environment is lost and not replayed."""
+TOKEN_LIMITS = ("turn_tokens", "tokens")  # ends of an episode that cut its last turn
+MOST_BEGINNINGS = 3  # starts of an episode, if its environment is lost and cannot be replayed
 
 
 class Episodes:
@@ -52,17 +49,17 @@ class Episodes:
         self._scoring = scoring
         self._samples: dict[int, list[Rollout]] = {}  # by episode
         self._ledgers: dict[int, Ledger] = {}  # by episode
-        self._open: set[int] = set()  # episodes that the environment knows
+        self._open: set[int] = set()  # episodes open in the environment
         self._beginnings: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.pending: set[int] = set()  # rollouts whose answer is under way
+        self.pending: set[int] = set()  # rollouts whose request is in progress
 
     @property
     def exist(self) -> bool:
         return self._environment is not None
 
     def add(self, samples: Iterable[Rollout], ledger: Ledger, *, greedy: bool = False) -> None:
-        """Make rollouts samples of episodes, each of its own or of the one that its id names."""
+        """Make rollouts samples of the episodes in their ids, which may be new."""
         sampling = self._settings.episodes
         if self._environment is None or sampling is None:
             return
@@ -74,7 +71,7 @@ class Episodes:
             sample.samples.append(sample)
 
     async def open(self, rollouts: Sequence[Rollout], *, lockstep: bool) -> None:
-        """Ask for openings and answers that rollouts lack; in lockstep wait for them."""
+        """Request missing openings and answers of rollouts. In lockstep, wait for all."""
         if self._environment is None:
             return
         for rollout in rollouts:
@@ -87,7 +84,7 @@ class Episodes:
             )
 
     def ask(self, rollout: Rollout) -> None:
-        """Ask for the answer to a rollout's turn, or for its opening, in a task of its own."""
+        """Request the answer to a rollout's turn, or its opening, in a new task."""
         if rollout.state is not RolloutState.WAITING:
             self._ledgers[episode_of(rollout.id)].move(rollout, RolloutState.WAITING)
         self.pending.add(rollout.id)
@@ -104,16 +101,16 @@ class Episodes:
             task.cancel()
 
     async def close(self, rollouts: Iterable[Rollout]) -> None:
-        """Close the episodes of rollouts that go on no more."""
+        """Close the episodes of rollouts in the environment."""
         ids = [r.id for r in rollouts if episode_of(r.id) in self._open]
         self._open -= {episode_of(id_) for id_ in ids}
         if ids and self._environment:
             await self._environment.release(ids)
 
     def forget(self, rollouts: Iterable[Rollout]) -> None:
-        """Forget rollouts that have been trained on, rejected, or evaluated."""
+        """Forget rollouts that were trained on, rejected or evaluated."""
         for rollout in rollouts:
-            rollout.samples = []  # else rollouts would refer to themselves
+            rollout.samples = []  # otherwise rollouts refer to themselves
             for by_episode in (self._samples, self._ledgers, self._beginnings):
                 by_episode.pop(episode_of(rollout.id), None)
 
@@ -213,7 +210,7 @@ class Episodes:
             set(self._settings.environment_rewards),
             (*TOKEN_LIMITS, *self._settings.cut_by),
         )
-        if failure and not any(r.turns for r in samples):  # it was not opened
+        if failure and not any(r.turns for r in samples):  # the episode was never opened
             names.add(ENVIRONMENT)
         for rollout in samples:
             rollout.ended_by = last.ended_by
@@ -233,7 +230,7 @@ class Episodes:
         self._open.discard(episode)
         samples, ledger = self._samples[episode], self._ledgers[episode]
         root, forks = samples[0], samples[1:]
-        del samples[1:]  # the root has this very list
+        del samples[1:]  # in place, because the root has this list
         for fork in forks:
             self._pool.release(fork)
             self._scoring.drop(fork)
@@ -254,7 +251,7 @@ def _score(rollout_id: int, source: str, verdict: Mapping[str, Any]) -> Score:
 
 
 def _last_chunk(rollout: Rollout) -> Chunk:
-    """Return a chunk without tokens, which tells scorers that an episode's sample has ended."""
+    """Return an empty chunk, which tells scorers that an episode's sample has ended."""
     none = np.empty(0, np.int32), np.empty(0, np.float32)
     version = rollout.response().version
     return Chunk(rollout.id, len(rollout), *none, version, rollout.finish)

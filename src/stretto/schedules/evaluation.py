@@ -1,4 +1,4 @@
-"""Evaluations of the policy while it is trained, and when one is due."""
+"""Evaluations of the policy during training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from stretto.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation of the policy while it is trained: prompts that it answers now and then.
+    """Prompts that the policy answers greedily from time to time during training.
 
-    Answers are greedy, and in a ledger of their own. Random numbers and the ledger of training are
-    as without them.
-
-    Attributes:
-        every: steps between two evaluations, at the least: the weights of a weight sync are
-            evaluated. Those that training starts from and the last ones are, too.
-        take: called with the step, the scored answers and the seconds that they took, before
-            generators get other weights.
+    Answers have a separate ledger. Training's ledger and random numbers are the same without them.
+    The initial weights, the last ones, and the first ones synced at or after each multiple of
+    ``every`` steps are evaluated. Before generators load other weights, ``take`` gets the step, the
+    scored answers and the seconds that these took.
     """
 
     every: int
@@ -28,13 +24,10 @@ class Evaluation:
     take: Callable[[int, Sequence[Rollout], float], Awaitable[None]]
 
     def is_due(self, step: int, before: int, last: int, late: int) -> bool:
-        """Return whether the weights of a step are to be evaluated.
+        """Return whether the weights of a step must be evaluated.
 
-        Args:
-            before: step of the evaluation before; below 0 for none.
-            last: step of the last weights.
-            late: steps by which figures come later, where the learner goes on meanwhile: they must
-                not come with those of the last.
+        ``before`` is the step of the previous evaluation (negative: none), ``last`` that of the
+        last weights. Metrics may arrive ``late`` steps later, but must not with those of the last.
         """
         if step <= before:
             return False

@@ -1,4 +1,4 @@
-"""The roles of a run that may be lost: what becomes of each, and calls within their deadline."""
+"""Roles whose process may be lost: their states, replacements, and calls with a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MemberState(StrEnum):
-    """The state of a role's process, as far as a schedule knows."""
+    """State of a role's process, as known to the schedule."""
 
     HEALTHY = "healthy"
     DEAD = "dead"
@@ -34,20 +34,20 @@ _S = MemberState
 _EDGES: Mapping[Event, Mapping[MemberState, MemberState]] = {
     "died": dict.fromkeys((_S.HEALTHY, _S.STARTING, _S.STALE), _S.DEAD),
     "starting": {_S.DEAD: _S.STARTING},  # as often as the budget allows
-    "started": {_S.STARTING: _S.STALE},  # with whatever weights
-    "loaded": {_S.STALE: _S.HEALTHY},  # the others' weights
+    "started": {_S.STARTING: _S.STALE},  # with any weights
+    "loaded": {_S.STALE: _S.HEALTHY},  # the newest weights
     "retired": {_S.DEAD: _S.RETIRED},
 }
 
 
 class Member:
-    """One role's process, and those that come in its place, as a pure state machine."""
+    """Pure state machine of one role's process and its replacements."""
 
     def __init__(self, name: str, restarts: int) -> None:
         self.name, self._restarts = name, restarts
         self.state = MemberState.HEALTHY
-        self.deaths, self.cause = 0, ""  # processes that were lost, and why the last one was
-        self.lives = 0  # processes that were started in place of another; tells one from the next
+        self.deaths, self.cause = 0, ""  # lost processes, and the error of the last
+        self.lives = 0  # replacements started. Identifies the present process
 
     @property
     def serves(self) -> bool:
@@ -62,7 +62,7 @@ class Member:
         return self.lives >= self._restarts
 
     def note(self, event: Event, cause: str = "") -> None:
-        """Move along an event's edge; raise LifecycleError if there is none, or no budget."""
+        """Apply an event. LifecycleError if the state does not allow it, or no restart is left."""
         if event == "starting" and self.exhausted:
             raise LifecycleError(
                 f"{self.name} has been replaced {self.lives} times, and may be {self._restarts} "
@@ -80,14 +80,14 @@ class Member:
 
 
 class Fleet:
-    """The members of a run, the weights that followers hold (its state), and totals."""
+    """The members of a run, the weights that followers hold, and totals of losses."""
 
     def __init__(self, restarts: int = 0, initial: Mapping[str, WeightsRef] | None = None) -> None:
-        self.restarts = restarts  # of each member
+        self.restarts = restarts  # allowed for each member
         self.held: Mapping[str, WeightsRef] = dict(initial or {})  # tickets synced last, by model
         self._members: list[Member] = []
-        self._reported: list[int] = []  # deaths that a line was returned about, by member
-        self._before = [0, 0]  # deaths and restarts before the run was taken up again
+        self._reported: list[int] = []  # deaths reported by losses(), by member
+        self._before = [0, 0]  # deaths and restarts before the run was resumed
 
     def member(self, name: str) -> Member:
         self._members.append(Member(name, self.restarts))
@@ -100,7 +100,7 @@ class Fleet:
         return self._before[0] + deaths, self._before[1] + lives
 
     def losses(self) -> list[str]:
-        """Return a line for people about each member lost since the last call."""
+        """Return one line of text about each member lost since the last call."""
         lines = []
         for i, member in enumerate(self._members if self.restarts else ()):
             if member.deaths > self._reported[i]:
@@ -124,7 +124,7 @@ class Fleet:
 
 
 def tickets_of(refs: Mapping[str, WeightsRef]) -> dict[str, Any]:
-    """Return tickets as plain data; without the channel, which is another on each runtime."""
+    """Return tickets as plain data, without the channel, because it depends on the runtime."""
     return {
         model: {"version": ref.version, "fingerprint": ref.fingerprint}
         for model, ref in refs.items()
@@ -132,7 +132,7 @@ def tickets_of(refs: Mapping[str, WeightsRef]) -> dict[str, Any]:
 
 
 def tickets_from(state: Mapping[str, Any], channel: str) -> dict[str, WeightsRef]:
-    """Return the tickets that :func:`tickets_of` wrote, for weights in a channel."""
+    """Restore :func:`tickets_of`, for weights in a channel."""
     return {
         model: WeightsRef(model, ref["version"], ref["fingerprint"], channel)
         for model, ref in state.items()
@@ -140,11 +140,11 @@ def tickets_from(state: Mapping[str, Any], channel: str) -> dict[str, WeightsRef
 
 
 class GoneError(Exception):
-    """The process that a call was made to is lost; the caller begins anew."""
+    """The called process is lost, and the caller must try again."""
 
 
 Sync = Callable[[WeightsRef, Sequence[Replaceable]], Sequence[Work]]
-"""Begins to bring a version of weights to roles, all at once; returns the wait for each role."""
+"""Starts loading weights into roles in parallel. Returns a function per role that awaits it."""
 
 
 def load_each(weights: WeightsRef, roles: Sequence[Replaceable]) -> Sequence[Work]:
@@ -153,7 +153,7 @@ def load_each(weights: WeightsRef, roles: Sequence[Replaceable]) -> Sequence[Wor
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """The things that all parts of a schedule share."""
+    """Objects shared by all parts of a schedule."""
 
     fleet: Fleet
     deadline_s: float  # for each call
@@ -162,12 +162,12 @@ class RoleContext:
     phases: Phases
     waits: Waits
     sync: Sync = load_each
-    decoding: set[int] = field(default_factory=set)  # generators whose devices are not free
+    decoding: set[int] = field(default_factory=set)  # generators whose device is busy
     work: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # of all parts
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # loops look again
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the loops
 
     def load(self, guards: Sequence[Guard], weights: WeightsRef) -> list[Work]:
-        """Begin to give roles new weights, all at once, or with a new process; return the waits."""
+        """Start loading weights into roles. Lost ones load when replaced. Returns the waits."""
         for guard in guards:
             guard.weights = weights
         serving = [guard for guard in guards if guard.serves]
@@ -182,21 +182,21 @@ class RoleContext:
 
 
 class Guard:
-    """The way to one role: a loss is noted once, whichever call shows it first."""
+    """Gate for all calls to one role. Notes each loss once, whichever call fails first."""
 
     def __init__(
         self,
         role: Replaceable,
         name: str,
-        follows: str,  # the model whose weights a new process loads; empty for none
+        follows: str,  # the model whose weights a new process loads, or empty
         context: RoleContext,
-        on_loss: Callable[[], None],  # called if the process served, before any caller hears of it
+        on_loss: Callable[[], None],  # called before the callers get an error, if the role served
     ) -> None:
         self.role, self.name, self._follows, self._on_loss = role, name, follows, on_loss
         self._context, self._fleet = context, context.fleet
         self.member: Member = self._fleet.member(name)
         self.lost = asyncio.Event()  # set from a loss until the role serves again
-        self.weights: WeightsRef | None = None  # given out last; None: those of the fleet hold
+        self.weights: WeightsRef | None = None  # newest ones. None: those in fleet.held
         self._loss: StrettoError | None = None
         self._down_since_s = 0.0
 
@@ -207,7 +207,7 @@ class Guard:
     async def ask(
         self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0
     ) -> T:
-        """Return the role's answer; GoneError if it is lost or late, and replaced."""
+        """Return the role's answer. GoneError if it is lost or late, and restarts are allowed."""
         if not self._fleet.restarts:
             return await self._answered(work, rollout_ids, deadlines)
         life = self.member.lives
@@ -217,12 +217,12 @@ class Guard:
             if self._is_at(life):
                 self._note_loss(error)
             raise GoneError from error
-        if not self._is_at(life):  # another call has shown the loss meanwhile
+        if not self._is_at(life):  # another call has noted a loss meanwhile
             raise GoneError
         return answer
 
     async def replace(self) -> None:
-        """Start processes until one has the newest weights; raise what spent the budget."""
+        """Start processes until one has the newest weights, else raise the last loss."""
         phases, name = self._context.phases, short_name(self.name)
         while not self.member.serves:
             assert self._loss is not None
@@ -231,7 +231,7 @@ class Guard:
             if self.member.exhausted:
                 self.member.note("retired")
                 phases.down(name, self._down_since_s)
-                phases.lost(name)  # from now on, for good
+                phases.lost(name)  # for good
                 raise self._loss
             try:
                 await self._start()
@@ -249,7 +249,7 @@ class Guard:
             await self._answered(self.role.restart())
         except (RoleLostError, StalledError):
             raise
-        except StrettoError as error:  # it cannot be replaced at all
+        except StrettoError as error:  # the role cannot be replaced
             assert self._loss is not None
             raise self._loss from error
         self.member.note("started")

@@ -1,8 +1,8 @@
-"""What becomes of keys and values while an episode waits for its environment: the knob ``hold``.
+"""The KV cache of episodes that wait for their environment: the knob ``hold``.
 
-They are kept where they are, offloaded to the host's memory, or dropped and made again. Keeping
-costs nothing while there is room. Where there is not, those are let go that give up most room for
-the longest time, for the fewest seconds of the engine.
+It is kept on the device, offloaded to host memory, or dropped and recomputed. Keeping is free while
+there is room. Beyond that, ``auto`` releases the caches that free the most room for the longest
+time, at the lowest cost in engine seconds.
 """
 
 from __future__ import annotations
@@ -16,26 +16,17 @@ from stretto.schedules.controller import Stateful, check_least
 from stretto.schedules.rollout import Rollout
 from stretto.types import Hold
 
-WINDOW = 256
-"""Waits remembered of each kind, the latest."""
+WINDOW = 256  # latest waits remembered per kind
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """What an engine can keep, and what it takes to have keys and values back.
+    """KV cache capacity of an engine, and its speed of restoring a released cache."""
 
-    Attributes:
-        cache_tokens: tokens whose keys and values it can hold; 0: any number.
-        prefill_tokens_per_s: tokens that it reads a second, which makes keys and values again.
-        copy_tokens_per_s: tokens whose keys and values go to the host a second, or come back; 0
-            where they cannot.
-        apart: rows that are decoded have other room.
-    """
-
-    cache_tokens: int
-    prefill_tokens_per_s: float
-    copy_tokens_per_s: float = 0.0
-    apart: bool = False
+    cache_tokens: int  # capacity. 0: unlimited
+    prefill_tokens_per_s: float  # speed of recomputing
+    copy_tokens_per_s: float = 0.0  # speed of copying to the host, and back. 0: impossible
+    apart: bool = False  # whether rows being decoded have separate room
 
     def __post_init__(self) -> None:
         check_least(0, cache_tokens=self.cache_tokens, copy_tokens_per_s=self.copy_tokens_per_s)
@@ -44,7 +35,7 @@ class HoldLimits:
             raise ConfigError(f"prefill_tokens_per_s is above 0; got {given}", "not-positive")
 
     def let_go(self, tokens: int) -> tuple[Hold, float]:
-        """Return the cheaper way to let keys and values of so many tokens go, and its seconds."""
+        """Return the cheaper way to release the cache of so many tokens, and its seconds."""
         remake_s = tokens / self.prefill_tokens_per_s
         if not self.copy_tokens_per_s:
             return "remake", remake_s
@@ -54,23 +45,19 @@ class HoldLimits:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A rollout whose environment works, and whose keys and values an engine keeps.
-
-    ``kind`` is what is waited for, as far as that is known; waits of one kind are alike.
-    """
+    """A rollout that waits for its environment, and whose KV cache an engine keeps."""
 
     rollout_id: int
     tokens: int
     since_s: float
-    kind: str = ""
+    kind: str = ""  # the environment's name if known, because its waits are similar
 
 
 class WaitModel(Stateful):
-    """How long waits take, by their kind, from the latest ones.
+    """Predicts waits by their kind, from the latest ones.
 
-    What is left of a wait is expected to be what was left, on average, of those that had lasted as
-    long; of a wait that is longer than all of them as much again as it has lasted, which is so at
-    any length of a heavy tail. A kind that is not known is taken for a mixture of all.
+    The rest of a wait is the mean rest of remembered waits that lasted longer. If none did, it is
+    the time waited so far, as in a heavy tail. An unknown kind uses the waits of all kinds.
     """
 
     saved = ("seconds",)
@@ -89,28 +76,25 @@ class WaitModel(Stateful):
 
 @runtime_checkable
 class HoldPolicy(Protocol):
-    """What decides on keys and values of rollouts that wait; it learns from waits that are over."""
+    """Decides on the KV cache of waiting rollouts, and learns from past waits."""
 
     def waited(self, kind: str, seconds: float) -> None:
-        """Learn how long a wait has taken."""
+        """Learn how long a wait took."""
 
     def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
-        """Say what becomes of rollouts that wait at one engine, by id; others are kept.
-
-        Args:
-            waiting: all whose keys and values the engine keeps.
-            decoding: tokens whose keys and values those take that are decoded, or soon will be.
+        """Return the treatment of all caches that one engine keeps, by id. The default is to keep.
+        ``decoding`` are the tokens of rollouts that it decodes, or is about to.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt, as plain data."""
+        """Return the learned state as plain data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Restore :meth:`state_dict`."""
 
 
 class FixedHold(Stateful):
-    """One way for all waits."""
+    """The same treatment for all waits."""
 
     def __init__(self, how: Hold = "keep") -> None:
         self._how = how
@@ -123,12 +107,11 @@ class FixedHold(Stateful):
 
 
 class AutoHold:
-    """Lets go only of what there is no room for, and of that what costs least.
+    """Releases caches only if there is no room, and the cheapest first.
 
-    A rollout of n tokens whose wait is expected to last w more seconds gives n w token-seconds of
-    room, for the seconds by which the engine is kept from decoding. Those with the fewest of these
-    seconds a token-second go first, until the others fit. One whose answer is expected sooner than
-    its keys and values would be back is never let go.
+    A rollout of n tokens with w more expected seconds of waiting frees ``n w`` token-seconds, and
+    costs the seconds in which the engine copies or recomputes its cache. The lowest cost per
+    token-second goes first, until the rest fits. A cache that costs w or more is never released.
     """
 
     def __init__(self, limits: HoldLimits) -> None:
@@ -164,7 +147,7 @@ class AutoHold:
 
 
 class Parked:
-    """The rollouts that wait, at all engines, and what was decided on their keys and values."""
+    """The waiting rollouts of all engines, and which of them still have their KV cache."""
 
     def __init__(self, policy: HoldPolicy) -> None:
         self._policy = policy
@@ -176,20 +159,20 @@ class Parked:
         self._since[rollout.id] = now_s, str(rollout.prompt.data.get("environment", ""))
 
     def end(self, rollout_id: int, now_s: float | None) -> None:
-        """Note that a rollout goes on, at this time; at none: that it does not."""
+        """Record that a rollout continues at this time, or (``None``) never."""
         self._kept.pop(rollout_id, None)
         since_s, kind = self._since.pop(rollout_id, (0.0, None))
         if kind is not None and now_s is not None:
             self._policy.waited(kind, now_s - since_s)
 
     def void(self) -> None:
-        """Note that new weights have come, under which keys and values are made again."""
+        """Record new weights, under which caches must be recomputed."""
         self._kept.clear()
 
     def decide(
         self, rollout_ids: Iterable[int], decoding: int, now_s: float
     ) -> Mapping[Hold, Sequence[int]]:
-        """Decide on those of one engine that are kept; return which are not any more, and how."""
+        """Return the ids of caches to release at one engine, by treatment."""
         kept = (self._kept[id_] for id_ in sorted(rollout_ids) if id_ in self._kept)
         waiting = [Waiting(r.id, r.total_tokens, *self._since[r.id]) for r in kept]
         found: dict[Hold, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Plans that move stragglers to few generators, for the others to score: RLHFuse's fusion."""
+"""Plans that move stragglers to few generators, so that the rest can score (RLHFuse)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, check_least
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_times, under_way
 
-SHARES = tuple(percent / 100 for percent in range(5, 100, 5))
-"""Thresholds that are simulated, as shares of the batch."""
+SHARES = tuple(percent / 100 for percent in range(5, 100, 5))  # simulated R_t, as shares of a batch
 SIMULATED = 1024  # responses in a simulation, over all its replicas
-EARLY_STEPS = (1, 2, 4, 8)  # after which R_t is chosen anew, while little is known
-WORTH = 0.98  # migration is to take less than this share of the time without
+EARLY_STEPS = (1, 2, 4, 8)  # after which R_t is chosen again, because data are few
+WORTH = 0.98  # migration must take less than this share of the time without it
 
 Remaining = Sequence[Sequence[tuple[int, int]]]
-"""Rollouts that each generator is decoding: id, and prompt and response tokens so far."""
+"""Rollouts decoded by each generator: id, and prompt and response tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """The limits of what generators can hold and move."""
+    """Capacity and speed of each generator."""
 
     engines: int
-    best_batch: int  # rows that one of them decodes before a step takes notably longer (BS_max)
-    cache_tokens: int  # tokens whose keys and values one of them can hold (C)
+    best_batch: int  # rows in a decode step, beyond which it takes notably longer (BS_max)
+    cache_tokens: int  # capacity of its KV cache (C)
     longest_tokens: int  # prompt and response tokens of the longest possible rollout (M)
-    prefill_tokens_per_s: float  # how fast one of them prefills
-    transfer_tokens_per_s: float  # how fast keys and values move from one to another
+    prefill_tokens_per_s: float
+    transfer_tokens_per_s: float  # of a KV cache between two generators
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -47,15 +46,13 @@ class MigrationLimits:
 
     @property
     def rows(self) -> int:
-        """Rollouts that one generator takes: no more than best_batch, and all may be longest ones.
-
-        The paper's m >= R M / C counts parts of rollouts; here whole ones are, so that they fit.
+        """Rollouts for one generator: up to best_batch, and so few that the longest would fit. The
+        paper's m >= R M / C allows parts of rollouts. Rounding down makes them fit.
         """
         return min(self.best_batch, self.cache_tokens // self.longest_tokens)
 
     @property
     def with_cache(self) -> bool:
-        """Return whether moving keys and values takes less time than prefilling them again."""
         return self.transfer_tokens_per_s > self.prefill_tokens_per_s
 
     def moving_s(self, tokens: float) -> float:
@@ -64,12 +61,12 @@ class MigrationLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMove:
-    """A rollout on its way from one generator to another."""
+    """The move of one rollout between generators."""
 
     rollout_id: int
     source: int
     destination: int
-    with_cache: bool  # its keys and values go along; else its tokens are prefilled again
+    with_cache: bool  # whether its KV cache moves along, or it is prefilled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +78,14 @@ class MigrationPlan:
 
 
 def destinations(remaining: Sequence[int], limits: MigrationLimits) -> Sequence[int]:
-    """Return the fewest generators that may take all that remains: those with the most left."""
+    """Return the fewest generators with room for all rollouts: the ones that have most of them."""
     m = -(-sum(remaining) // limits.rows)
     by_load = sorted(range(len(remaining)), key=lambda i: (-remaining[i], i))
     return sorted(by_load[:m])
 
 
 def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
-    """Gather what remains, the longest rollouts first, each where the fewest are by then."""
+    """Gather rollouts on few generators, the longest first, each on the least loaded one."""
     targets = destinations([len(r) for r in remaining], limits)
     if len(targets) == len(remaining):
         return MigrationPlan((), ())
@@ -107,13 +104,13 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
 
 @runtime_checkable
 class MigrationPolicy(Controller, Protocol):
-    """A controller that decides when stragglers move, and where to."""
+    """Controller that decides when stragglers move, and to which generators."""
 
     def threshold(self) -> int:
-        """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
+        """Return R_t. Stragglers move once the round waits for so many or fewer. 0: never."""
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
-        """Return the moves to make when that number is reached."""
+        """Return the moves to make at the threshold."""
 
 
 class FixedMigration(Fixed):
@@ -137,13 +134,12 @@ class FixedMigration(Fixed):
 class AutoMigration(Simulating):
     """A policy that chooses R_t by simulation, as lengths drift (RLHFuse, inter-stage fusion).
 
-    Generation and scoring of a batch are simulated for R_t at 5 %, 10 %, .. 95 % of it and without
-    migration: lengths from the recent ones, seconds of a decode step from the recent calls, moves
-    from :func:`plan`. What is in flight beyond the batch is decoded and moved with it, and the
-    first to end make the batch. A generator whose rollouts have all ended or moved away scores what
-    has finished: ``score_tokens_per_s``, prompts included, by all scorers on its devices (0 where
-    there is none, so that nothing is gained). R_t is 0 until there is something to simulate from,
-    and when migration does not save at least 2 %. It is decided ``every`` so many steps.
+    Simulates generation and scoring of a batch without migration, and with R_t at 5 %, 10 %, ...,
+    95 % of it. Lengths come from recent responses, decode seconds from recent calls, and moves from
+    :func:`plan`. Rollouts in flight beyond the batch take part, and the first to end make the
+    batch. A generator without rollouts scores finished ones at ``score_tokens_per_s`` (prompts too,
+    by all scorers on its devices, 0 if there are none). R_t is 0 before the first data, and if
+    migration saves less than 2 %. It is chosen after steps 1, 2, 4, 8 and multiples of ``every``.
     """
 
     saved = ("threshold", "beyond", "steps", "lengths", "latency")
@@ -206,9 +202,9 @@ class _Generation:
 
     def __init__(
         self,
-        before: IntArray,  # tokens that responses in flight have, [in flight]
-        left: IntArray,  # and those that they still get
-        batch: int,  # responses that have to end
+        before: IntArray,  # tokens of responses in flight so far, [in flight]
+        left: IntArray,  # tokens that they will still get, [in flight]
+        batch: int,  # responses that must end
         step_seconds: FloatArray,  # of a decode step of 1, 2, .. rows
         limits: MigrationLimits,
         prompt_tokens: int,
@@ -223,7 +219,7 @@ class _Generation:
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return ends of responses and their tokens, [batch], and ends of work, [generators]."""
+        """Return responses' ends and tokens, [batch], and generators' ends, [generators], in s."""
         ends = [share.copy() for share in self._ends]
         free: FloatArray = np.array([share.max(initial=0.0) for share in ends])
         if threshold:
@@ -233,7 +229,7 @@ class _Generation:
         every_end = np.concatenate(ends)
         chosen = np.argsort(every_end, kind="stable")[: self._batch]
         tokens = (np.concatenate(self._shares) + np.concatenate(self._known)).astype(np.float64)
-        # The others end in a later round: with this one the generators are free.
+        # The rest ends in a later round, so generators are free at the end of this one.
         return every_end[chosen], tokens[chosen], np.minimum(free, every_end[chosen].max())
 
     def _migrate(self, moment_s: float, ends: list[FloatArray], free: FloatArray) -> None:
@@ -270,7 +266,7 @@ class _Generation:
 
 
 def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per_s: float) -> float:
-    """Return when all is scored, if free generators take responses one by one as they ended."""
+    """Return when all responses are scored, if free generators take them in order of their ends."""
     order = np.argsort(ends, kind="stable")
     servers, done = sorted(free.tolist()), 0.0
     for end, work in zip(

@@ -1,4 +1,4 @@
-"""Models of what controllers simulate from: response lengths, and the time of decode steps."""
+"""Models for the simulations of controllers: response lengths, and the time of decode steps."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from stretto.schedules.controller import DecodeSample, Feedback, Stateful, check
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-HALF_LIVES = 4  # that a window of lengths spans: at its far end a length counts 1/16
-GOLDEN = (5**0.5 - 1) / 2  # the golden ratio less 1; its multiples, modulo 1, are spread evenly
+HALF_LIVES = 4  # per window of lengths, at whose far end a length counts 1/16
+GOLDEN = (5**0.5 - 1) / 2  # the golden ratio minus 1. Its multiples modulo 1 are spread evenly
 WINDOW = 512  # decode calls remembered
-KNEES = 24  # places that are tried for the knee of the curve, at most
-ROUNDS = 4  # fits of the curve, each with less weight on calls far from the one before
-TIE = 0.5  # criteria that differ by less are equal, and the simpler curve is taken
-HUBER = 1.345  # a call farther off than so many standard deviations loses weight (Huber 1981)
+KNEES = 24  # candidates for the knee of the curve
+ROUNDS = 4  # fits of the curve, each with less weight on outliers of the last
+TIE = 0.5  # criteria that differ by less are equal, so the simpler curve is chosen
+HUBER = 1.345  # standard deviations beyond which a call loses weight (Huber 1981)
 
 
 class LengthModel(Stateful):
-    """The distribution of response lengths in tokens, from the responses that finished lately.
+    """The distribution of response lengths in tokens, from recently finished responses.
 
-    Lengths drift as a policy learns, so the newest count most: a length counts half as much as one
-    that came a quarter of the window later, a window being the lengths that are remembered at
-    least. Lengths of one step count the same, as they come in the order of finishing.
+    The newest lengths count most, because lengths drift as a policy learns. A length counts half as
+    much as one a quarter of the window later. The window is the least number of lengths remembered.
+    Lengths of one step count the same, because they come in order of finishing.
 
-    While the number of unfinished responses grows, long ones are missing among the finished; while
-    it stays the same, as many long ones come in as go out, and the lengths are those of all.
+    While the number of unfinished responses grows, long ones are missing among the finished. While
+    it is constant, as many long ones start as end, so the lengths have no bias.
     """
 
     saved = ("steps",)
@@ -63,7 +63,7 @@ class LengthModel(Stateful):
         return float(lengths[min(place, len(lengths) - 1)])
 
     def sample(self, uniform: FloatArray) -> IntArray:
-        """Draw lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
+        """Draw lengths by inversion from numbers of any shape, uniform in [0, 1)."""
         lengths, weights = self._weighted()
         places = np.searchsorted(np.cumsum(weights), uniform, side="right")
         return lengths[np.minimum(places, len(lengths) - 1)]
@@ -91,12 +91,12 @@ class LengthModel(Stateful):
 def under_way(
     draws: IntArray, wanted: int, carried: int, max_carries: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Draw groups as met at a random moment, so that a simulation need not start afresh.
+    """Draw groups as met at a random moment, so that a simulation starts in its steady state.
 
-    Lengths are [replicas, groups drawn, group]; return tokens so far and tokens left, [replicas,
-    carried, group], and times carried, [replicas, carried]. A point thrown on all groups laid end
-    to end is the likelier to hit a group the longer it is, and says how far it has come. How often
-    it was carried follows from a round's steps: a batch's tokens, over the rows that decode them.
+    Lengths are [replicas, groups drawn, group]. Returns tokens so far and tokens left, [replicas,
+    carried, group], and times carried, [replicas, carried]. Points spread over all groups laid end
+    to end hit a group in proportion to its length, and give its progress. Times carried follow from
+    a round's steps: the tokens of a batch over the rows that decode them.
     """
     replicas, _, n = draws.shape
     groups = draws.reshape(-1, n)
@@ -115,12 +115,12 @@ def under_way(
 class LatencyModel(Stateful):
     """Seconds of decode calls, and from them seconds of a decode step.
 
-    A call takes ``steps (a + b rows + c max(0, rows - knee))`` seconds; a generator's first call of
-    a round takes ``p + q carried`` more, for prefill. Up to the knee a step is bound by
-    memory bandwidth (``a`` reads the weights, ``b`` a row's cache), beyond it by arithmetic, or by
-    a cache that overflows. No coefficient is negative. The curve is a robust least-squares fit, so
-    that a pause now and then does no harm, and each term has to earn its place by the Bayesian
-    information criterion: with calls at one number of rows alone, the curve is flat.
+    A call takes ``steps (a + b rows + c max(0, rows - knee))`` seconds. A generator's first call of
+    a round takes ``p + q carried`` more, for prefill. Up to the knee a step is bound by memory
+    bandwidth (``a`` reads the weights, ``b`` a row's cache), beyond it by arithmetic, or by a cache
+    that overflows. No coefficient is negative. The least-squares fit is robust, so that occasional
+    pauses do no harm. Each term must improve the Bayesian information criterion. For example, calls
+    that all have the same number of rows give a flat curve.
     """
 
     saved = ("calls",)
@@ -141,14 +141,14 @@ class LatencyModel(Stateful):
         self._fitted = None
 
     def step_seconds(self, rows: npt.ArrayLike) -> FloatArray:
-        """Return the seconds of a decode step for each number of rows, in the shape of ``rows``."""
+        """Return the seconds per decode step, in the shape of ``rows``."""
         (a, b, c, _, _), knee = self._curve()
         n = np.asarray(rows, float)
         seconds: FloatArray = a + b * n + c * np.maximum(0.0, n - knee)
         return seconds
 
     def start_seconds(self, carried: float) -> float:
-        """Return the seconds that a generator's first call takes besides its decode steps."""
+        """Return the seconds that a generator's first call takes in addition to decode steps."""
         (_, _, _, p, q), _ = self._curve()
         return float(p + q * carried)
 
@@ -167,14 +167,11 @@ class LatencyModel(Stateful):
 
 
 def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Return the seconds until rows that are decoded together have all ended.
+    """Return the seconds until all rows of a decode batch have ended.
 
-    Row i of n, in ascending order, shares its last steps with the n - i rows after it. Summed by
-    parts, it costs its tokens times what one more row adds to a step of n - i rows.
-
-    Args:
-        step_seconds: of a decode step of 1, 2, ... rows; shape [n] or longer.
-        remaining: tokens that each row still gets, in ascending order; shape [..., n].
+    ``step_seconds`` are of a step with 1, 2, ... rows, [n] or longer, and ``remaining`` the tokens
+    left per row, ascending, [..., n]. Row i of n shares its last steps with the n - i rows after
+    it. Summed by parts, each of its tokens costs the seconds that a row adds to these n - i rows.
     """
     added = np.diff(step_seconds[: remaining.shape[-1]], prepend=0.0)
     seconds: FloatArray = remaining @ added[::-1]
@@ -182,7 +179,7 @@ def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> Floa
 
 
 def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Return when each of some rows ends that are decoded together: seconds from now, shape [n]."""
+    """Return the seconds until each row of a decode batch ends, shape [n]."""
     times: FloatArray = np.cumsum(
         np.diff(remaining, prepend=0) * step_seconds[: len(remaining)][::-1]
     )
@@ -212,7 +209,7 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
     n, columns = terms.shape
     gram = terms.T @ (terms * weights[:, None])
     moments, total = terms.T @ (seconds * weights), float(seconds @ (seconds * weights))
-    floor = 1e-10 * total + 1e-300  # a perfect fit would be infinitely good
+    floor = 1e-10 * total + 1e-300  # otherwise a perfect fit is infinitely good
     curves = [(0,), (1,), (0, 1)]
     curves += [(*flat, k) for k in range(4, columns) for flat in ((0,), (1,), (0, 1))]
     best, chosen = np.inf, np.zeros(columns)
@@ -233,7 +230,7 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
 
 
 class Simulating(Stateful):
-    """The part that controllers share which simulate steps: lengths, decode calls, steps seen."""
+    """Base class of controllers that simulate steps: lengths, decode calls, steps seen."""
 
     def __init__(self, window: int) -> None:
         self._lengths, self._latency, self._steps = LengthModel(window), LatencyModel(), 0

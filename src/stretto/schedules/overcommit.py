@@ -1,4 +1,4 @@
-"""The number of responses in flight beyond the batch, delta: OPPO's inter-step overlap."""
+"""Delta, the number of responses in flight beyond the batch (OPPO, inter-step overlap)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful, 
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_seconds, under_way
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
-"""Deltas that are tried, as shares of the batch."""
+"""Candidates for delta, as shares of the batch."""
 SIMULATED = 512  # responses in a simulated step, over all its replicas
-WARMUP_STEPS, MEASURED_STEPS = 6, 16  # simulated before, and while, the rate is measured
+WARMUP_STEPS, MEASURED_STEPS = 6, 16  # simulated before and during the measurement
 SLACK = 1.02  # deltas whose predicted times are within this factor of the best are equally fast
-EARLY_STEPS = 8  # first steps of a run, after each of which delta is decided anew
-OVERHEADS = 32  # steps that the typical overhead is taken from
+EARLY_STEPS = 8  # before this step, delta is decided after each step
+OVERHEADS = 32  # latest steps, for the median overhead
 
 
 @runtime_checkable
 class Overcommit(Controller, Protocol):
-    """A controller that decides delta, step by step."""
+    """Controller that sets delta for each step."""
 
     @property
     def delta(self) -> int:
-        """Responses to keep in flight beyond the batch in the coming step."""
+        """Responses to keep in flight beyond the batch in the next step."""
 
 
 class FixedOvercommit(Fixed):
-    """Deltas that are given: one of them never changes, several serve one step each."""
+    """Given deltas, one per step. The last one stays."""
 
     def __init__(self, *deltas: int) -> None:
         super().__init__("delta", 0, deltas)
@@ -41,7 +41,7 @@ class FixedOvercommit(Fixed):
 
 
 class _RewardRule(Stateful):
-    """The common part of OPPO's two rules: a delta between bounds, and the latest rewards."""
+    """Base class of OPPO's two rules: a delta between bounds, and the latest rewards."""
 
     saved: ClassVar[tuple[str, ...]] = ("delta", "rewards")
 
@@ -67,9 +67,8 @@ class Equation4(_RewardRule):
 
     The slope is the mean of ``R_i - R_(i-1)`` over the last ``window`` steps. If it is positive,
     ``delta = min(high, delta + inc)``, else ``delta = max(low, delta - dec)``. So delta decays to
-    its lower bound as training converges, which is what the paper's text describes. Its algorithm 1
-    (:class:`Algorithm1`) moves the other way. Delta changes ``every`` so many steps, once there is
-    a slope.
+    its lower bound as training converges, as the paper's text says. Its :class:`Algorithm1` moves
+    the other way. Once there is a slope, delta changes once per ``every`` steps.
     """
 
     saved = ("delta", "rewards", "wait")
@@ -103,9 +102,9 @@ class Equation4(_RewardRule):
 class Algorithm1(_RewardRule):
     """A delta that shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
 
-    Once ``2 window`` rewards are there, ``d`` is the mean of the last ``window`` less that of the
-    ``window`` before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``.
-    The last ``window`` are kept, so delta changes every ``window`` steps from then on. In sign this
+    With ``2 window`` rewards, ``d`` is the mean of the last ``window`` minus that of the ``window``
+    before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``. The last
+    ``window`` are kept, so delta then changes once per ``window`` steps. In sign this
     contradicts the paper's equation 4 and its text (:class:`Equation4`).
     """
 
@@ -120,17 +119,16 @@ class Algorithm1(_RewardRule):
 
 
 class ThroughputOvercommit(Simulating):
-    """A controller that chooses delta for the most predicted samples a second.
+    """Controller that chooses the delta with the most predicted samples per second.
 
-    The prediction simulates the buffer: ``batch + delta`` responses in flight, those carried
-    ``max_carries`` times and then the first to end make the batch, the others are carried. It takes
-    lengths from the recent ones, seconds of a decode step from the recent calls, and adds what a
-    step costs besides: the time in which nothing is decoded, and prefill in its first call, which
-    grows with delta if carried rollouts are prefilled again under new weights. A larger delta is
-    more off-policy, so of deltas about equally fast the smallest is taken. From one decision to
-    the next delta grows to its double or by half a batch at most, so that the latency curve is not
-    trusted far beyond what was measured. Delta never exceeds ``max_carries`` batches: with more in
-    flight, some rollouts would have to be carried more often than that.
+    Simulates the buffer with ``batch + delta`` responses in flight. Responses carried
+    ``max_carries`` times and then the first to end make the batch, and the rest is carried. Lengths
+    come from recent responses, decode seconds from recent calls. A step also costs its time without
+    decoding, and prefill in its first call, which grows with delta if carried rollouts are
+    prefilled again under new weights. Of deltas about equally fast the smallest is chosen, because
+    a larger one is more off-policy. Delta grows to no more than its double, or by half a batch, per
+    decision, because the latency curve is uncertain beyond measured sizes. It never exceeds
+    ``max_carries`` batches, because then some rollouts would be carried more often.
     """
 
     saved = ("delta", "steps", "lengths", "latency", "overheads")
@@ -139,7 +137,7 @@ class ThroughputOvercommit(Simulating):
         self,
         batch: int,  # responses that a step trains on
         high: int,
-        max_carries: int,  # how often a rollout may be carried; the step then waits for it
+        max_carries: int,  # carries of a rollout, after which the step waits for it
         *,
         low: int = 0,
         group: int = 1,  # responses to one prompt, which are carried or trained on together

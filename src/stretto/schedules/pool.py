@@ -1,4 +1,4 @@
-"""The generators of a run at work: which one decodes which rollouts, and when."""
+"""Distribution of rollouts over generators, and the loop that decodes on each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stretto.types import Chunk, WeightsRef
 
 
 class Round(Protocol):
-    """A round of responses, as the pool that decodes them sees it."""
+    """A round of responses, as the pool sees it."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -31,28 +31,27 @@ class Round(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Rollouts that environments may send back."""
+        """Number of rollouts that wait for environments."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether none of these goes on before all of them are back."""
+        """Whether these rollouts only continue once all of them are answered."""
 
     def missing(self) -> int:
-        """Return how many rollouts must end, at the least, before decoding may stop."""
+        """Return the smallest number of rollouts that must end before decoding may stop."""
 
     def take(self, chunks: Sequence[Chunk]) -> None:
-        """Add what was decoded to its rollouts."""
+        """Add decoded chunks to their rollouts."""
 
 
 class Pool:
-    """Rollouts spread over generators by load, each of which decodes at its own pace.
+    """Spreads rollouts over generators by load. Each generator decodes at its own pace.
 
-    A generator may be lost in any call. The others go on with its rollouts, from the tokens that
-    they had given. Rollouts that none can take wait for the process that replaces it. Nothing here
-    is saved, because rollouts are spread over generators again after a restart.
-
-    The rollout of an episode leaves its generator's slots at the end of a turn, and is parked there
-    until :meth:`resume`.
+    - A generator may be lost in any call. Other generators continue its rollouts from the tokens
+      received. If there are none, its rollouts wait for a replacement.
+    - Nothing is saved, because a restart spreads rollouts again.
+    - A rollout of an episode leaves its slot at the end of a turn, and is parked at its generator
+      until :meth:`resume`.
     """
 
     def __init__(
@@ -79,20 +78,20 @@ class Pool:
             self._engines.append(engine)
         self._moves = Moves(self._engines, self._locations, controls.migration, self._place)
         self.single = len(roles) == 1
-        self._in_turns = False  # whether rollouts may come as forks, or begin again
+        self._in_turns = False  # whether forks and restarts of episodes may occur
         self._samples: list[DecodeSample] = []
 
     def holds(self, rollout: Rollout) -> bool:
-        """Return whether some generator decodes the rollout, or will."""
+        """Return whether a generator decodes the rollout, or will."""
         return self._locations.place_of(rollout) not in (None, Place.PARKED)
 
     def take_samples(self) -> Sequence[DecodeSample]:
         samples = self._samples.copy()
-        self._samples.clear()  # in place, because calls that are under way add to it
+        self._samples.clear()  # in place, because calls in progress add to it
         return samples
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Begin a round: give its rollouts to the generators with the fewest."""
+        """Start a round: give its rollouts to the least loaded generators."""
         self._place([*self._back(), *rollouts])
         for engine in self._engines:
             engine.carried = sum(len(r) > 0 for r in engine.held.values())
@@ -100,18 +99,14 @@ class Pool:
                 await engine.admit()
 
     async def resume(self, rollout: Rollout) -> None:
-        """Go on with a rollout whose environment has answered.
-
-        It goes on where it is parked, or moves with its keys and values to where stragglers are
-        gathered.
-        """
+        """Continue an answered rollout at its engine, or with its cache at one for stragglers."""
         now_s, moves, locations = self._context.clock.now(), self._moves, self._locations
         await self._context.waits.until(
             lambda: not locations.is_moving(rollout), moves.landed, "an episode", "its move"
         )
         engine = self._parked_at(rollout, now_s)
         if engine is None or not engine.serves:
-            if self._round.lockstep:  # where it goes must not follow the order of answers
+            if self._round.lockstep:  # its place must not depend on the order of answers
                 locations.put(rollout, Place.BACK)
             else:
                 self._place([rollout])
@@ -123,7 +118,7 @@ class Pool:
             engine.arrival.set()
 
     def release(self, rollout: Rollout) -> None:
-        """Let go of a rollout that is parked and goes on no more."""
+        """Release a parked rollout that does not continue."""
         if self._locations.is_moving(rollout):
             self._locations.put(rollout, Place.DROPPED)
         if engine := self._parked_at(rollout):
@@ -131,7 +126,7 @@ class Pool:
             engine.released.append(rollout.id)
 
     def _parked_at(self, rollout: Rollout, now_s: float | None = None) -> Engine | None:
-        """Return where a rollout is parked, which is over: at a time if it goes on."""
+        """Return the engine that keeps a rollout, and end its wait. ``now_s``: it continues."""
         if self._holds:
             self._holds.end(rollout.id, now_s)
         parked = (e for e in self._engines if rollout.id in e.at(Place.PARKED))
@@ -145,7 +140,7 @@ class Pool:
             engine.arrival.set()
 
     async def load(self, weights: WeightsRef) -> None:
-        """Give new weights to all generators."""
+        """Load weights into all generators."""
         if self._holds:
             self._holds.void()
         for engine in self._engines:
@@ -160,8 +155,7 @@ class Pool:
                 group.create_task(load(loaded))
 
     async def decode(self, *, gathers: bool = True) -> None:
-        """Decode until nothing is missing, all generators at once; ``gathers``: stragglers may be
-        moved together."""
+        """Decode on all generators until nothing is missing. ``gathers``: stragglers may move."""
         self._moves.begin_round(gathers=gathers)
         for engine in self._engines:
             engine.left = False
@@ -175,10 +169,8 @@ class Pool:
         )
 
     async def _run(self, engine: Engine) -> None:
-        """Decode the rollouts of one generator.
-
-        Consumes rollouts that wait there. Waits for answers of environments and for moves.
-        Unblocked by an arrival, and by the end of the round.
+        """Decode the rollouts of one generator. Waits for answers of environments and for moves,
+        until an arrival or the end of the round.
         """
         in_round = self._round
         while missing := in_round.missing():
@@ -191,7 +183,7 @@ class Pool:
             elif engine.at(Place.DECODING):
                 in_round.take(await engine.decode(in_round.chunk_tokens, missing, self._samples))
                 await engine.hold(in_round.chunk_tokens)
-                self._moves.plan(in_round.missing())  # fewer, as other generators work, too
+                self._moves.plan(in_round.missing())  # fewer, because other generators decode, too
                 await self._moves.carry_out(engine)
             elif self._may_come(engine):
                 await self._moves.carry_out(engine)
@@ -199,22 +191,22 @@ class Pool:
             else:
                 break
         engine.left = True
-        await self._moves.carry_out(engine)  # others may wait for what was planned
+        await self._moves.carry_out(engine)  # because destinations wait for planned moves
         await engine.release()
         engine.idle_since_s = self._context.clock.now()
         self._context.decoding.remove(engine.number)
         self._scoring.look()
         if self._replaces or self._in_turns:
-            self.wake()  # nothing is missing, and they need not wait for it
+            self.wake()  # nothing is missing, so no engine needs to wait
 
     def _may_come(self, engine: Engine) -> bool:
-        """Return whether rollouts may come an engine's way while it has none."""
+        """Return whether an engine without rollouts may still get some."""
         expected = self._moves.come_to(engine) or self._round.waiting
         forks = self._in_turns and self._locations.any_at(*HELD, Place.MOVING, Place.DROPPED)
         return bool(expected or self._replaces or forks)
 
     async def _arrival(self, engine: Engine) -> None:
-        """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
+        """Wait for rollouts. The device is free meanwhile, unless some are moving to it."""
         phases, before = self._context.phases, self._context.phases.cause
         if not self._moves.come_to(engine):
             self._context.decoding.remove(engine.number)
@@ -233,10 +225,8 @@ class Pool:
             if phases.cause == "environment":
                 phases.enter("data" if before == "environment" else before)
 
-    # -- losses -------------------------------------------------------------------------------
-
     def keepers(self) -> Sequence[Work]:
-        """Return what replaces lost generators, to be run beside the rounds."""
+        """Return one loop per generator that replaces it after a loss. None without restarts."""
         return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
     async def _keep(self, engine: Engine) -> None:

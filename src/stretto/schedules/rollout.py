@@ -1,4 +1,4 @@
-"""The schedule's record of one response, the only thing that grows, and the books of all."""
+"""Rollouts: the schedule's record of each response, and the ledger of all."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ from stretto.types import (
 FUNCTION_FAILED = "reward function failed"
 NOTHING_APPLIES = "no reward source applies"
 NOT_FINITE = "reward not finite"
-GROUP_TOO_SMALL = "group too small"
-"""The reason of a rollout that has its scores, but too few others to its prompt have theirs."""
+GROUP_TOO_SMALL = "group too small"  # it has a reward, but too few responses to its prompt have one
 
 
 class RolloutState(StrEnum):
-    """The state of a rollout between the queue and the gradient."""
+    """State of a rollout from queue to gradient."""
 
     QUEUED = "queued"
     DECODING = "decoding"
@@ -70,40 +69,39 @@ _EDGES: Mapping[RolloutState, tuple[RolloutState, ...]] = {
 
 @dataclass(slots=True)
 class Rollout:
-    """A response to one prompt, from queue to gradient; tokens are only ever added.
+    """A response to one prompt, from queue to gradient. In an episode, turns alternate with context
+    (answers of the environment), and all its rollouts (samples) have the same :func:`episode_of`.
 
-    Arrays take 12 bytes a token where lists take 100, and are copied at once.
-
-    In an episode the response has turns of the policy, and between them context: answers of the
-    environment. An episode may have several rollouts, whose ids :func:`episode_of` brings together.
+    - Tokens are only ever added, unless an episode starts again.
+    - Arrays hold them, because lists take 100 instead of 12 bytes per token and copy slowly.
     """
 
     id: int  # stable over the run, in dispatch order
     prompt: Prompt
     group: int  # shared by the rollouts of one prompt in one draw
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))  # of its distribution
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # as sampled
     versions: array[int] = field(default_factory=lambda: array("i"))
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED
     scores: dict[str, Score] = field(default_factory=dict)
-    carries: int = 0  # rounds that went by without it since it was dispatched
+    carries: int = 0  # rounds that ended without it since dispatch
     rejected_because: str = ""
-    sampling: Sampling | None = None  # its own, which is never saved: evaluations, episodes
-    asked: Prompt | None = None  # the task's prompt, where the episode begins with another one
-    context: list[tuple[int, int]] = field(default_factory=list)  # spans that no policy drew
-    log: list[Observation] = field(default_factory=list)  # answers to this rollout's turns
+    sampling: Sampling | None = None  # its own, for evaluations and episodes. Not saved
+    asked: Prompt | None = None  # the task's prompt, if ``prompt`` is another
+    context: list[tuple[int, int]] = field(default_factory=list)  # spans of context
+    log: list[Observation] = field(default_factory=list)  # that opened, continued or ended it
     turns: list[int] = field(default_factory=list)  # tokens at the end of each turn
-    turn_rewards: list[float] = field(default_factory=list)  # of the turns that were answered
+    turn_rewards: list[float] = field(default_factory=list)  # of the answered turns
     ended_by: str = ""  # as in Observation
-    left: tuple[Message, ...] = ()  # the last turn, where another sample of the episode went on
+    left: tuple[Message, ...] = ()  # the last turn, if another sample continued after it
     samples: list[Rollout] = field(default_factory=list, repr=False, compare=False)  # of an episode
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def move(self, state: RolloutState, because: str = "") -> None:
-        """Go to a state; raise LifecycleError if no edge leads there from the present one."""
+        """Change the state. LifecycleError if the present one does not lead there."""
         if state not in _EDGES[self.state]:
             raise LifecycleError(
                 f"rollout {self.id} cannot go from {self.state} to {state}", "no-such-edge"
@@ -112,7 +110,7 @@ class Rollout:
         self.rejected_because = because
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk's tokens; raise LifecycleError if they do not follow those that are here."""
+        """Add a chunk's tokens. LifecycleError if they do not follow the present ones."""
         if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
             raise LifecycleError(
                 f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
@@ -133,7 +131,7 @@ class Rollout:
             self.finish = chunk.finish
 
     def begin_anew(self) -> None:
-        """Forget all of an episode, whose prompt is the task's again."""
+        """Reset a rollout whose episode starts again with the task's prompt."""
         self.prompt, self.asked, self.ended_by = self.asked or self.prompt, None, ""
         self.left = ()
         for column in (self.tokens, self.logprobs, self.versions):
@@ -151,7 +149,7 @@ class Rollout:
         return self.sampling.max_new_tokens
 
     def observe(self, observation: Observation) -> Chunk:
-        """Add an answer of the environment to the log; return its context as a chunk."""
+        """Log an answer of the environment, and return its context as a chunk."""
         if self.left:
             observation = replace(observation, messages=(*self.left, *observation.messages))
             self.left = ()
@@ -171,7 +169,7 @@ class Rollout:
 
     @property
     def sampled(self) -> BoolArray:
-        """Which response tokens the policy drew, [T]."""
+        """Whether the policy sampled each response token, [T]."""
         drawn = np.ones(len(self.tokens), np.bool_)
         for start, end in self.context:
             drawn[start:end] = False
@@ -184,7 +182,7 @@ class Rollout:
         return (*(m for o in self.log for m in o.messages), *self.left)
 
     def response(self, *, text: bool = False) -> Response:
-        """Return a copy for roles; with ``text`` it has the prompt's text, messages and data."""
+        """Return a copy for roles, with text, messages and data only if they read ``text``."""
         return Response(
             self.id,
             self.group,
@@ -203,9 +201,7 @@ class Rollout:
         return len(self.samples) < 2 or bool(self.log and self.log[-1].ended_by)
 
     def episode(self) -> Response:
-        """Return the response for roles that score an episode once: the turns of all its samples,
-        in their order, as one response to the prompt that it began with.
-        """
+        """Return all turns of an episode as one response, for roles that score it once."""
         if len(self.samples) < 2:
             return self.response(text=True)
         parts = [
@@ -238,7 +234,7 @@ class Rollout:
         return replace(self.sampling, max_turn_tokens=most, stop=last.stop)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and the arrays themselves; of the prompt, its id and a fingerprint."""
+        """Return plain data and the arrays themselves. Prompts become an id and a fingerprint."""
         return {
             "id": self.id,
             "prompt": self.prompt.id,
@@ -268,7 +264,7 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
-        """Return the rollout of a state; raise StateError if its prompt has changed."""
+        """Restore a rollout. StateError if its prompt has changed."""
         if state.get("prompt_mark", "") not in ("", _mark(prompt)):
             raise StateError(
                 f"rollout {state['id']} has {len(state['tokens'])} tokens of a response to another "
@@ -306,10 +302,8 @@ class Rollout:
 
 
 def _messages_of(samples: Sequence[Rollout]) -> tuple[Message, ...]:
-    """Return the messages of an episode in order.
-
-    A turn after which another sample went on is in ``left`` of the answer to it, and once more in
-    front of the next answer to its own sample.
+    """Return the messages of an episode in order. A turn is not repeated if it is logged twice: in
+    ``left`` when another sample continued, and before the next answer to its own sample.
     """
     log = sorted((o for r in samples for o in r.log), key=lambda o: o.number)
     messages, told, last = list[Message](), set[int](), samples[0].id
@@ -333,10 +327,8 @@ def restored(
 
 
 class Ledger:
-    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected.
-
-    As it is, it is an evaluation's, which no scorer follows. Rounds of training override what is
-    noted of their rollouts.
+    """Checks at every move of a rollout that dispatched = in flight + trained + rejected. Used
+    directly by evaluations. Training overrides its events, so that scorers follow rollouts.
     """
 
     def __init__(self) -> None:
@@ -352,7 +344,7 @@ class Ledger:
         return len(self._in_flight)
 
     def dispatch(self, rollouts: Sequence[Rollout]) -> None:
-        """Take rollouts from the queue; raise LifecycleError if one is not fresh."""
+        """Take rollouts from the queue. LifecycleError if one is not new."""
         for rollout in rollouts:
             if rollout.id in self._in_flight or rollout.state is not RolloutState.QUEUED:
                 raise LifecycleError(
@@ -364,7 +356,7 @@ class Ledger:
         self._check()
 
     def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
-        """Take a rollout to its next state; raise LifecycleError if the books do not allow it."""
+        """Change a rollout's state. LifecycleError if its present one differs from the ledger's."""
         known = self._in_flight.get(rollout.id)
         if known is not rollout.state:
             raise LifecycleError(
@@ -391,13 +383,13 @@ class Ledger:
         self.move(fork, RolloutState.REJECTED, "its episode is begun anew")
 
     def started(self, rollout: Rollout) -> None:
-        """Note that a sample of an episode will have tokens."""
+        """Called when a sample of an episode is opened."""
 
     def extended(self, chunk: Chunk) -> None:
-        """Note tokens of a rollout."""
+        """Called with new tokens of a rollout."""
 
     def ended(self, rollout: Rollout) -> None:
-        """Note that a rollout has all its tokens."""
+        """Called when a rollout has all its tokens."""
 
     def _check(self) -> None:
         if self.dispatched != len(self._in_flight) + self.trained + self._rejections:
@@ -408,7 +400,7 @@ class Ledger:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the states of rollouts in flight, as plain data."""
+        """Return the counts, and the states of rollouts in flight, as plain data."""
         return {
             "dispatched": self.dispatched,
             "trained": self.trained,
@@ -417,7 +409,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Restore :meth:`state_dict`, without the rollouts."""
         self.dispatched, self.trained = state["dispatched"], state["trained"]
         self.rejected = Counter(state["rejected"])
         self._rejections = self.rejected.total()
@@ -430,7 +422,7 @@ def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
 
 
 def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
-    """Return the sum of a rollout's rewards that apply, each times its source's weight if any."""
+    """Return the weighted sum of a rollout's rewards that apply. No weights: 1 each."""
     return sum(
         reward * (1.0 if weights is None else weights[score.source])
         for score in of_kind(rollout, "reward")
@@ -439,7 +431,7 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
 
 
 def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
-    """Return scored rollouts in columns: at least one, each with the same scorers' scores."""
+    """Return scored rollouts as columns. At least one, all with scores of the same scorers."""
     sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
     found = {
         source: [r.scores[source].scalar if source in r.scores else None for r in rollouts]
@@ -472,10 +464,10 @@ def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
 
 
 def _turn_rewards(rollout: Rollout) -> FloatArray:
-    """Return rewards by sampled token: each at the last one of its turn."""
+    """Return rewards per sampled token, each at the last token of its turn."""
     column = np.zeros(len(rollout), np.float32)
     for end, reward in zip(rollout.turns, rollout.turn_rewards, strict=False):
-        if end:  # else the turn has no token: its reward is in the episode's total alone
+        if end:  # otherwise the turn has no token, and only counts in the episode's total
             column[end - 1] += reward
     return column[rollout.sampled]
 
@@ -500,20 +492,19 @@ def reasons_to_reject(
     group_at_least: int,
     weights: Mapping[str, float] | None = None,
 ) -> Mapping[int, str]:
-    """Return why rollouts are to be left out, by their ids.
+    """Return the reasons to drop rollouts, by id.
 
-    A rollout is left out if it has no reward, or if fewer than ``group_at_least`` responses to its
-    prompt have one for a comparison. It has no reward if a reward function failed on it, if no
-    source applies to it, or if the sum with these weights is not finite as float32.
+    A rollout is dropped if it has no reward, or fewer than ``group_at_least`` responses to its
+    prompt have one. It has no reward if a reward function failed on it, no source applies to it,
+    or the weighted sum is not finite as float32. Samples of an episode are dropped together.
 
-    Raises RewardError if more than the share ``failures_allowed`` of the responses have no reward,
-    or nothing is left without them.
+    Raises RewardError if more than the share ``failures_allowed`` have no reward, or none is left.
     """
     scored = {episode_of(r.id) for r in rollouts for s in of_kind(r, "reward") if len(s.values)}
     bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights, scored)) is not None}
     if not bad:
         return {}
-    whole = {episode_of(id_): why for id_, why in bad.items()}  # with all of its samples
+    whole = {episode_of(id_): why for id_, why in bad.items()}  # for all its samples
     bad = {r.id: whole[episode_of(r.id)] for r in rollouts if episode_of(r.id) in whole}
     left = Counter(
         p for p, _ in {(r.prompt.id, episode_of(r.id)) for r in rollouts if r.id not in bad}
@@ -548,9 +539,8 @@ def reasons_to_reject(
 def _no_reward(
     rollout: Rollout, weights: Mapping[str, float] | None, scored: Collection[int]
 ) -> tuple[str, str] | None:
-    """Return why a rollout has no reward, in short and in full.
-
-    ``scored`` are the episodes with a sample to which some source applies.
+    """Return a short and a full reason if a rollout has no reward. ``scored``: episodes with a
+    sample to which some source applies.
     """
     if failures := [s.failure for s in rollout.scores.values() if s.failure]:
         return FUNCTION_FAILED, "; ".join(failures)
@@ -572,7 +562,7 @@ def _no_reward(
 
 
 def by_episodes(rollouts: Sequence[Rollout], size: int) -> list[list[Rollout]]:
-    """Split rollouts, those of an episode in a row, into parts of so many episodes."""
+    """Split rollouts into parts of ``size`` episodes, whose samples follow each other."""
     episodes: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         episodes.setdefault(episode_of(rollout.id), []).append(rollout)
@@ -584,8 +574,8 @@ def by_episodes(rollouts: Sequence[Rollout], size: int) -> list[list[Rollout]]:
 class Step:
     """The outcome of one step."""
 
-    batch: Sequence[Rollout]  # that were trained on
-    rejected: Sequence[Rollout]  # that were left out, with a reason
-    stats: Stats  # the learner's metrics, and the schedule's own
+    batch: Sequence[Rollout]  # trained on
+    rejected: Sequence[Rollout]  # dropped, with a reason
+    stats: Stats  # metrics of learner and schedule
     rewards: Mapping[int, float]  # of the batch, by id, as trained on
-    losses: Sequence[str] = ()  # a line about each role's process lost since the step before
+    losses: Sequence[str] = ()  # a line about each process lost since the last step

@@ -1,4 +1,4 @@
-"""The rounds of a schedule: which rollouts are in flight, and what becomes of their tokens."""
+"""The rounds of a schedule: its rollouts in flight, and the flow of their tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from stretto.types import Chunk, Prompt, Sampling
 
 
 class Rounds(Ledger):
-    """The ledger of training, whose rollouts are generated round by round.
-
-    An evaluation is decoded between two rounds. Its answers are in a ledger of their own.
-    """
+    """Ledger of training, and rounds of the pool. Evaluations between these have another ledger."""
 
     def __init__(
         self,
@@ -47,14 +44,12 @@ class Rounds(Ledger):
         self.episodes = Episodes(environment, self._settings, context, self.pool, scoring)
         self.meter = Meter(context.clock)
         self.buffer = Buffer(self._settings.max_carries)
-        self.answers = Ledger()  # of the evaluation under way
+        self.answers = Ledger()  # of the current evaluation
         self.size = self._settings.batch * self._settings.weight_sync_interval
         self.begun = 0
         self.is_open = False
         self.next_id = 0
-        self.metrics: dict[str, float] = {}  # of the round that is being generated
-
-    # -- for the pool -------------------------------------------------------------------------
+        self.metrics: dict[str, float] = {}  # of the current round
 
     @property
     def chunk_tokens(self) -> int:
@@ -66,7 +61,7 @@ class Rounds(Ledger):
 
     @property
     def lockstep(self) -> bool:
-        """Whether this is the plain loop, which chance does not order."""
+        """Whether this is the plain loop, whose order is not random."""
         unseen = self._settings.score_on == "batch" and self._controls.migration is None
         plain = len(self.buffer) <= self.size
         return unseen and (plain or (self.pool.single and not self.episodes.exist))
@@ -77,7 +72,7 @@ class Rounds(Ledger):
         return 0 if self.buffer.complete else self.buffer.missing()
 
     def take(self, chunks: Sequence[Chunk]) -> None:
-        """Add what was decoded to its rollouts, and pass it on to scorers and environments."""
+        """Add chunks to their rollouts, and pass them on to scorers and environments."""
         with self._tracer.span(DRIVER, f"{DRIVER}/chunks", items=len(chunks)):
             for chunk in chunks:
                 ledger = self.answers if chunk.rollout_id in self.answers.rollouts else self
@@ -91,13 +86,10 @@ class Rounds(Ledger):
         if 5 * self.buffer.chosen_size >= 4 * self.size:
             self._phases.enter("stragglers")
 
-    # -- rounds -------------------------------------------------------------------------------
-
     def fill(self, delta: int) -> None:
-        """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``.
-
-        An episode that waits takes no slot, so another one is drawn beside it: up to as many again,
-        and as long as all can be trained on in time.
+        """Start a round: draw prompts until the buffer holds a round and ``delta`` more rollouts.
+        If ``delta`` is above 0, another one is drawn for each waiting episode, because that takes
+        no slot: up to twice as many, and no more than can be trained on in time.
         """
         n, size = self._settings.samples_per_prompt, self.size
         waiting = sum(r.state is RolloutState.WAITING for r in self.buffer.open) if delta else 0
@@ -138,7 +130,7 @@ class Rounds(Ledger):
         await self.pool.admit(new)
 
     def close(self) -> tuple[Sequence[Rollout], Mapping[str, float]]:
-        """End the round; return its rollouts and metrics."""
+        """End the round. Returns its rollouts and metrics."""
         batch, carried = self.buffer.take()
         for rollout in carried:
             if rollout.state is RolloutState.DECODING:
@@ -147,9 +139,8 @@ class Rounds(Ledger):
         return batch, {**self.metrics, "schedule/carried": float(len(carried))}
 
     async def answer(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Return greedy answers to an evaluation's prompts; carried rollouts go on beside them.
-
-        Their ids are below 0, so that the random numbers of training do not depend on them.
+        """Return greedy answers to an evaluation's prompts, while carried rollouts continue. Ids of
+        answers are negative, so that training's random numbers do not depend on them.
         """
         greedy = Sampling(self._settings.max_new_tokens, temperature=0.0)
         answers = [Rollout(-i, prompt, -i, sampling=greedy) for i, prompt in enumerate(prompts, 1)]
@@ -163,8 +154,6 @@ class Rounds(Ledger):
         answers, self.answers = list(self.answers.rollouts.values()), Ledger()
         self.episodes.forget(answers)
         return answers
-
-    # -- rollouts -----------------------------------------------------------------------------
 
     def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         super().move(rollout, state, because)
@@ -186,7 +175,7 @@ class Rounds(Ledger):
         self._scoring.extended(chunk)
 
     def ended(self, rollout: Rollout) -> None:
-        """Have a rollout scored, and perhaps its group chosen for the round."""
+        """Request a rollout's scores. If its group is now chosen, also those of followers."""
         self.move(rollout, RolloutState.FINISHED)
         self.meter.ended(rollout)
         self._scoring.ended(rollout)
@@ -194,7 +183,7 @@ class Rounds(Ledger):
             self._scoring.chosen(chosen)
 
     def sort_out(self, batch: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """Return the scored rollouts that are trained on, and those that are left out."""
+        """Split a scored batch into rollouts to train on and rejected ones."""
         reasons = reasons_to_reject(
             batch,
             failures_allowed=self._settings.failures_allowed,
@@ -210,7 +199,7 @@ class Rounds(Ledger):
         return kept, rejected
 
     def ask_again(self, generated: Iterable[Sequence[Rollout]]) -> None:
-        """Repeat the requests for scores and answers that a restart has cut off."""
+        """Repeat requests for scores and answers that a restart interrupted."""
         scoring, rounds = self._scoring, [r for batch in generated for r in batch]
         waiting = [r for r in self.buffer.open if r.state is RolloutState.WAITING]
         scoring.dispatched(r for r in waiting if r.log)

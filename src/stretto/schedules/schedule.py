@@ -1,13 +1,13 @@
 """The schedule: when each piece of work runs.
 
 Three loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather``
-waits for their scores, and the caller of ``step`` trains on them, batch by batch. Five knobs decide
-how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
-(prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
-``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
-one before it. A fifth, ``hold``, decides what is kept of an episode that waits for its environment.
+waits for their scores, and the caller of ``step`` trains on them, batch by batch. Four knobs decide
+how far they overlap: ``score_on`` (when scorers see a response), ``overcommit`` (responses in
+flight beyond the batch), ``lag`` (versions that generation may be behind) and ``migrate`` (whether
+stragglers move together). With all of them off, each stage waits for the one before it. A fifth
+knob, ``hold``, decides on the KV cache of episodes that wait for their environment.
 
-A *round* is what is generated between two weight syncs: ``weight_sync_interval`` batches.
+A *round* is the generation between two weight syncs: ``weight_sync_interval`` batches.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ from stretto.types import Prompt, Stats, TrainBatch, WeightsRef
 
 
 class Schedule:
-    """A schedule that takes steps, one at a time.
-
-    Inside ``async with``, work that overlaps steps goes on between them.
+    """Takes steps, one at a time. Inside ``async with``, overlapping work continues between them.
 
     State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers. It
-    is saved between two steps, while :attr:`weights_lock` is held. After a restart, rollouts that
-    had not ended are decoded from where they were; tokens on the way are sampled again, the same.
+    must be saved between two steps, while :attr:`weights_lock` is held. After a restart, unfinished
+    rollouts continue after their last token. Tokens lost on the way are sampled again, identically.
 
-    ``initial`` has tickets of the weights that roles start with, by model, for processes that come
-    in the place of others before the first weight sync; without one they keep their own.
+    ``initial`` has tickets of the initial weights, by model, for processes replaced before the
+    first weight sync. Without a ticket they keep their own weights.
     """
 
     def __init__(
@@ -87,20 +85,20 @@ class Schedule:
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
         self._steps = 0
-        self._version, self.loaded = 0, 0  # published; in the generators
-        self._metrics: deque[Mapping[str, float]] = deque()  # of each batch that was generated
+        self._version, self.loaded = 0, 0  # published, and in the generators
+        self._metrics: deque[Mapping[str, float]] = deque()  # of each generated batch
         self.weights_lock = asyncio.Lock()  # held while weights are being loaded
         self.abandoned: Sequence[Rollout] = ()  # in flight at an error, rejected with the cause
-        self.updating = False  # the learner may have left its state as of the last step
+        self.updating = False  # whether the learner may have left the last step's state
         self._ending = False  # see end_after_update
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self.evaluation: Evaluation | None = None  # set before the first step
-        self._evaluated = self._reported = -1  # step of the last evaluation; as of the last step
+        self._evaluated = self._reported = -1  # last evaluated step: now, and after step()
         self._loops: list[asyncio.Task[None]] = []
 
     @property
     def pending(self) -> Mapping[str, WeightsRef]:
-        """Tickets for weights that are published and not loaded, by model."""
+        """Tickets of weights published but not loaded, by model."""
         return self._weights if self.loaded < self._version else {}
 
     @property
@@ -108,7 +106,7 @@ class Schedule:
         return list(self.ledger.rollouts.values())
 
     async def step(self) -> Step:
-        """Take one batch from prompts to new weights."""
+        """Train on the next batch, and publish the weights if due."""
         batch = await self._next_batch()
         with self._tracer.span(DRIVER, f"{DRIVER}/batch", items=len(batch)):
             kept, rejected = self._rounds.sort_out(batch)
@@ -127,7 +125,7 @@ class Schedule:
         return Step(kept, rejected, stats, rewards, self.fleet.losses())
 
     async def evaluated(self) -> None:
-        """Wait until the newest weights are evaluated, if that is due."""
+        """Wait for the evaluation of the newest weights, if due."""
         step = self._step_of(self._version)
         if step == self._steps and self._is_due(step):
             what = f"the evaluation of step {step}"
@@ -135,19 +133,17 @@ class Schedule:
         self._reported = self._evaluated
 
     def end_after_update(self) -> None:
-        """Have :meth:`step` return after its update, and not wait for an evaluation."""
+        """Let :meth:`step` return after its update, without waiting for an evaluation."""
         self._ending = True
         self._changed.set()
 
     async def _generate(self) -> None:
-        """Make rounds of responses, and evaluate.
-
-        Consumes prompts and weights. Waits for the learner when it is ``lag`` versions ahead of
-        what was published, and for enough responses to end. Unblocked by :meth:`_publish`.
+        """Generate rounds, and evaluate. Waits for enough responses to end, and for
+        :meth:`_publish` while weights are more than ``lag`` versions behind the next round.
         """
         rounds = self._rounds
         while rounds.begun < self._rounds_in_all or rounds.is_open:
-            if not rounds.is_open:  # else it was taken up again in the middle of one
+            if not rounds.is_open:  # otherwise resumed in the middle of one
                 await self._until(self._may_generate, "generation", self._lacks_weights)
                 delta = self._controls.delta
                 await self._load()
@@ -176,8 +172,6 @@ class Schedule:
             if not self._rounds.is_open:
                 self._phases.enter("weights")
             self._changed.set()
-
-    # -- generation ---------------------------------------------------------------------------
 
     @property
     def _rounds_in_all(self) -> int:
@@ -208,10 +202,7 @@ class Schedule:
         return evaluation is not None and evaluation.is_due(step, self._evaluated, last, late)
 
     async def _evaluate(self) -> None:
-        """Have the weights that generators hold evaluated, if that is due.
-
-        With nothing else to train on, the learner waits; where generation may lag, it goes on.
-        """
+        """Evaluate the generators' weights, if due. Without ``lag``, the learner waits for this."""
         step = self._step_of(self.loaded)
         if self.evaluation is None or not self._is_due(step):
             return
@@ -221,8 +212,6 @@ class Schedule:
         await self.evaluation.take(step, answers, self._clock.now() - since_s)
         self._evaluated = step
         self._changed.set()
-
-    # -- learning -----------------------------------------------------------------------------
 
     async def _next_batch(self) -> Sequence[Rollout]:
         since_s = self._clock.now()
@@ -238,7 +227,7 @@ class Schedule:
     async def _train(
         self, batch: Sequence[Rollout], columns: TrainBatch
     ) -> tuple[Stats, Mapping[int, float]]:
-        if not self._settings.lag:  # the learner's weights are the followers' own
+        if not self._settings.lag:  # followers share the learner's weights
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
         deadline_s = self._settings.deadline_s
@@ -259,8 +248,6 @@ class Schedule:
             self._version += 1
             self._changed.set()
 
-    # -- the loops' life ----------------------------------------------------------------------
-
     async def _until(self, condition: Callable[[], bool], part: str, what: Text) -> None:
         await self._waits.until(condition, self._changed, part, what)
 
@@ -278,7 +265,7 @@ class Schedule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the loops; raise the first error that one ended with, which interrupted the step."""
+        """End the loops, and raise the first error of one, which interrupted the step."""
         for loop in self._loops:
             loop.cancel()
         self._episodes.cancel()
@@ -296,7 +283,7 @@ class Schedule:
                     self._rounds.move(rollout, RolloutState.REJECTED, f"the run ended: {because}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and arrays that grow later. Call it between two steps."""
+        """Return plain data, and arrays that grow later. Must be called between two steps."""
         r = self._rounds
         return {
             "ledger": self.ledger.state_dict(),
@@ -316,7 +303,7 @@ class Schedule:
     def load_state_dict(
         self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt], channel: str = ""
     ) -> None:
-        """Take up a state before the first step; weights not loaded yet are in the channel."""
+        """Restore a state before the first step. Pending weights must be in the channel."""
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
         for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):

@@ -1,4 +1,4 @@
-"""The schedule's side of all scorers: which rollout goes to which replica, and when."""
+"""Distribution of rollouts over scorer replicas, and the loops that call these."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from stretto.types import Chunk, Score, WeightsRef, short_name
 
 @dataclass(frozen=True, slots=True)
 class ScorerReplica:
-    """A scorer and its place. Several replicas with one scorer name share its work."""
+    """A scorer and its placement. Replicas with the same scorer name share its work."""
 
     scorer: Scorer
-    host: int | None = None  # the generator on whose device it lives
-    role: str = ""  # its name in traces; empty for the scorer's own
-    held_out: bool = False  # scores evaluations alone, in place of the scorers of its name
+    host: int | None = None  # the generator whose device it shares
+    role: str = ""  # its name in traces, or empty for the scorer's own
+    held_out: bool = False  # whether it only scores evaluations, and replaces its name's scorers
 
 
 class ReplicaQueue:
-    """The work that waits for one replica of a scorer, and the loop that gives it to the replica.
+    """Queued work for one replica of a scorer, and the loop that sends it.
 
-    Consumes admissions, chunks and requests for scores. Waits until there is enough to make a call
-    worth its cost. Unblocked by that, by :meth:`call` when a score is waited for, and by
-    :meth:`resume`. If the scorer is lost, a new one is given all rollouts that have no score, with
-    the tokens that they have by then, and is asked again; or other replicas take over.
+    The loop waits until a call is worth its cost, or :meth:`call` because a score is awaited, and
+    while paused until :meth:`resume`. If the scorer is lost, a new process gets all unscored
+    rollouts with their present tokens and all requests again, or other replicas take over.
     """
 
     def __init__(
@@ -51,28 +50,28 @@ class ReplicaQueue:
         name, follows = replica.role or scorer.info.name, scorer.info.follows
         self.guard = Guard(scorer, name, follows, context, self._begin_anew)
         self.group: _ScorerGroup
-        self.unscored: dict[int, Rollout] = {}  # all that it was given
-        self.asked_for: dict[int, None] = {}  # those of them whose score is wanted
+        self.unscored: dict[int, Rollout] = {}  # all rollouts of this replica
+        self.asked_for: dict[int, None] = {}  # ids in unscored whose score is requested
         self._admitted: dict[int, Rollout] = {}
         self._chunks: list[Chunk] = []
         self._dropped: list[int] = []
-        self.wanted: list[int] = []  # scores that the scorer has not been asked for yet
-        self._tokens = 0  # in all of these
+        self.wanted: list[int] = []  # requests for scores not yet sent to the scorer
+        self._tokens = 0  # of queued rollouts and chunks
         self._changed = asyncio.Event()
         self._worthwhile = self._serving = self.paused = self._left = False
 
     @property
     def free(self) -> bool:
-        """Return whether it may draw whole rollouts: its host has nothing to decode."""
+        """Whether it may draw complete rollouts, because its host has nothing to decode."""
         return self.host not in self._context.decoding
 
     def admit(self, rollout: Rollout) -> None:
-        """Take a rollout whose chunks will follow; the tokens it has now are in it already."""
+        """Queue a rollout with all tokens that it has when sent. Later ones follow as chunks."""
         self._admitted[rollout.id] = self.unscored[rollout.id] = rollout
         self._arrived(rollout.total_tokens)
 
     def extend(self, chunk: Chunk) -> None:
-        if chunk.rollout_id not in self._admitted:  # else it will be admitted with them
+        if chunk.rollout_id not in self._admitted:  # otherwise admitted with these
             self._chunks.append(chunk)
         self._arrived(len(chunk.tokens))
 
@@ -83,7 +82,7 @@ class ReplicaQueue:
 
     def _arrived(self, tokens: int) -> None:
         self._tokens += tokens
-        if self._tokens >= self.scorer.info.worthwhile_tokens:  # fewer while it streams
+        if self._tokens >= self.scorer.info.worthwhile_tokens:  # a lower limit if it streams
             self.call()
 
     def call(self) -> None:
@@ -91,7 +90,7 @@ class ReplicaQueue:
         self._changed.set()
 
     async def run(self) -> None:
-        """Serve for ever, or until the scorer is given up and other replicas go on."""
+        """Serve until the scorer is given up and other replicas take over, if ever."""
         context = self._context
         while not self._left:
             idle_since_s = context.clock.now()
@@ -116,11 +115,11 @@ class ReplicaQueue:
         return "enough to make a call worth its cost" if self.unscored else "something to score"
 
     async def catch_up(self) -> None:
-        """Draw a share of the backlog, and pass on all that has arrived. It must be idle."""
+        """Draw a share of the backlog, and send everything queued. The scorer must be idle."""
         for rollout in () if self._left else self.group.draw():
             self.admit(rollout)
             self.finish(rollout.id)
-            self.call()  # look again afterwards: there may be more
+            self.call()  # because there may be more
         await self._serve()
 
     async def _serve(self) -> None:
@@ -132,7 +131,7 @@ class ReplicaQueue:
                 break
 
     async def _pass_on(self) -> None:
-        """Tell the scorer what it has not been told; raise GoneError if it is lost."""
+        """Send everything queued to the scorer. GoneError if it is lost."""
         scorer, ask = self.scorer, self.guard.ask
         info, rollouts = scorer.info, self._admitted.values()
         admitted = [
@@ -161,12 +160,12 @@ class ReplicaQueue:
             self._deliver(scores)
 
     def anew(self, rollout: Rollout) -> None:
-        """Forget what an admitted rollout had; it will be admitted as it then is."""
+        """Admit a rollout again, because its episode starts again, without its old chunks."""
         self._chunks = [c for c in self._chunks if c.rollout_id != rollout.id]
         self._admitted[rollout.id] = rollout
 
     def drop(self, rollout_id: int) -> None:
-        """Forget an admitted rollout, of which no score is wanted."""
+        """Drop an admitted rollout that needs no score."""
         self._chunks = [c for c in self._chunks if c.rollout_id != rollout_id]
         self._admitted.pop(rollout_id, None)
         del self.unscored[rollout_id]
@@ -193,13 +192,13 @@ class ReplicaQueue:
             self._begin_anew()
 
     async def pause(self, part: str) -> None:
-        """Return when the scorer is idle, and keep it so; ``part`` waits for that."""
+        """Stop calls to the scorer, and wait as ``part`` until it is idle."""
         self.paused = True
         idle = f"{self._role} to end its call"
         await self._context.waits.until(lambda: not self._serving, self._changed, part, idle)
 
     async def resume(self, loaded: Work) -> None:
-        """Let the paused scorer work again once it has loaded its next weights."""
+        """Unpause the scorer once it has loaded its next weights."""
         try:
             await loaded()
         except GoneError:
@@ -209,11 +208,9 @@ class ReplicaQueue:
 
 
 class _ScorerGroup:
-    """The replicas of one scorer.
-
-    They follow rollouts chunk by chunk if ``score_on`` is ``chunk``, the scorer streams and none of
-    them has a host, whose decoding it would hold up. Otherwise they draw whole rollouts from a
-    backlog.
+    """The replicas of one scorer. They follow rollouts chunk by chunk if ``score_on`` is ``chunk``,
+    the scorer streams, and no replica delays the decoding of a host. Otherwise they draw complete
+    rollouts from a backlog.
     """
 
     def __init__(
@@ -227,7 +224,7 @@ class _ScorerGroup:
         self.queue_of: dict[int, ReplicaQueue] = {}
         self.backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
-        self._rounds: deque[int] = deque()  # its rollouts by rounds, where they come so
+        self._rounds: deque[int] = deque()  # of the backlog by round, if score_on is batch
         for queue in queues:
             queue.group = self
 
@@ -260,7 +257,7 @@ class _ScorerGroup:
                 queue.call()
 
     async def load(self, weights: WeightsRef) -> None:
-        """Give new weights to all replicas at once, after the scores that the old ones owe."""
+        """Load weights into all replicas in parallel, after all scores due under the old ones."""
         queues = list(self.queues)
         late = [queue for queue in queues if not queue.paused]
         for queue in late:
@@ -292,7 +289,7 @@ class _ScorerGroup:
         self._rounds.append(sum(map(self.scores, rollouts)))
 
     def draw(self) -> list[Rollout]:
-        """Return a share of one round, so small that another replica, free later, has work too."""
+        """Return one replica's share of a round, so that replicas free later get work, too."""
         found = self._rounds[0] if self._rounds else len(self.backlog)
         share = -(-found // len(self.queues))
         if self._rounds:
@@ -305,12 +302,10 @@ class _ScorerGroup:
 
 
 class Scoring:
-    """All scorers of a run.
-
-    With ``chunk`` a scorer learns of rollouts when they are dispatched and follows their tokens;
-    with ``rollout`` it gets each when it has ended, with ``batch`` when all have. A frozen scorer
-    is asked for a score as soon as the rollout has ended; one that follows a trained model only
-    once the rollout is chosen for a round, so that all values of a batch come from one version.
+    """All scorers of a run. With ``chunk`` they get rollouts at dispatch and follow their tokens,
+    with ``rollout`` each when it has ended, with ``batch`` when all have. A frozen scorer gets the
+    request for a score when a rollout ends. One that follows a trained model gets it when the
+    rollout is chosen for a round, so that all values of a batch come from one version.
     """
 
     def __init__(
@@ -322,7 +317,7 @@ class Scoring:
     ) -> None:
         self._score_on, self._waits, self._given = score_on, context.waits, given
         self._rollouts: dict[int, Rollout] = {}
-        self._answers: set[int] = set()  # ids of the newest evaluation's
+        self._answers: set[int] = set()  # ids of the newest evaluation
         self._delivered = asyncio.Event()
         self.queues = [ReplicaQueue(replica, self._deliver, context) for replica in replicas]
         by_name: dict[tuple[bool, str], list[ReplicaQueue]] = {}
@@ -340,7 +335,7 @@ class Scoring:
         self._frozen = [group for group in self._groups if not group.follows]
 
     async def pause_followers(self) -> None:
-        """Keep scorers idle that follow a trained model, until they load its next weights."""
+        """Pause scorers that follow a trained model, until they load its next weights."""
         for queue in (queue for group in self._following for queue in group.queues):
             await queue.pause("training")
 
@@ -349,10 +344,10 @@ class Scoring:
             await group.load(weights[group.follows])
 
     def dispatched(self, rollouts: Iterable[Rollout]) -> None:
-        """Note that rollouts are about to be decoded."""
+        """Admit rollouts about to be decoded to streaming scorers."""
         for rollout in rollouts:
             for group in self._streaming:
-                if rollout.id not in group.queue_of:  # else it was begun anew
+                if rollout.id not in group.queue_of:  # otherwise its episode has started again
                     group.admit(rollout)
 
     def anew(self, rollout: Rollout) -> None:
@@ -383,7 +378,7 @@ class Scoring:
             self._ask(rollout, self._following)
 
     def gathered(self, batch: Sequence[Rollout]) -> None:
-        """Note that all rollouts of a round have ended, and are waited for."""
+        """Request (for ``batch``) or hurry the scores of a round whose rollouts have all ended."""
         if self._score_on == "batch":
             for rollout in batch:
                 self._ask(rollout, self._groups)
@@ -393,7 +388,7 @@ class Scoring:
             group.hurry()
 
     async def evaluate(self, answers: Sequence[Rollout]) -> None:
-        """Have the answers of an evaluation scored by all sources of rewards; wait for that."""
+        """Score an evaluation's answers with all sources of rewards, and wait for the scores."""
         self._answers = {rollout.id for rollout in answers}
         for rollout in answers:
             self._ask(rollout, self._evaluating)
@@ -408,13 +403,12 @@ class Scoring:
             group.wake()
 
     def is_scored(self, rollout: Rollout) -> bool:
-        """Return whether every scorer has answered on the rollout that is to."""
         groups = self._evaluating if rollout.id in self._answers else self._groups
         unopened = ENVIRONMENT in rollout.scores and ENVIRONMENT not in self._given
         return len(rollout.scores) == len(groups) + len(self._given) + unopened
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
-        """Wait until every scorer has answered on each of these."""
+        """Wait until rollouts have all their scores."""
         left = list(rollouts)
 
         def scored() -> bool:

@@ -1,4 +1,4 @@
-"""The account of all waits, deadlines for answers, and the causes that idle roles wait for."""
+"""Registry of waits, which detects deadlocks, deadlines for answers, and causes of idle time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ Ids = Callable[[], Iterable[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    """A part of a schedule, what it waits for as of now, and whether that has come."""
-
     part: str
     what: Text
     rollouts: Ids
@@ -36,19 +34,19 @@ class _Waiter:
 
 
 class Waits:
-    """The account of a schedule's waits: its parts wait for each other here, and nowhere else.
+    """Registry of a schedule's waits. Its parts must wait for each other here and nowhere else.
 
-    A part that is not in the account works, or has called a role, which has a deadline. When all
-    parts are in it, and nothing that they wait for has come, nothing can ever happen again. So a
-    schedule that stands still is known at once, in real and in virtual time, without a timer.
+    A part outside the registry works, or has called a role with a deadline. If all parts are in it
+    and no condition holds, nothing can ever happen again. So a deadlock is detected at once, in
+    real and in virtual time, without a timer.
     """
 
     def __init__(self) -> None:
-        self._active = 1  # parts that do not wait; the caller of the steps is one
+        self._active = 1  # parts that do not wait, including the caller of step()
         self._waiters: dict[_Waiter, None] = {}
 
     def begin(self, work: Work, group: asyncio.TaskGroup) -> asyncio.Task[None]:
-        """Begin the work of one more part, as a task of a group."""
+        """Start the work of one more part, as a task of a group."""
         self._active += 1
 
         async def part() -> None:
@@ -61,7 +59,7 @@ class Waits:
     async def all_of(
         self, works: Iterable[Work], part: str, what: Text, rollouts: Ids = tuple
     ) -> None:
-        """Do several works at the same time, each as a part of its own; wait for all of them."""
+        """Run several works concurrently, each as its own part, and wait for all."""
         left, ended = 0, asyncio.Event()
 
         async def counted(work: Work) -> None:
@@ -84,7 +82,7 @@ class Waits:
         what: Text,
         rollouts: Ids = tuple,
     ) -> None:
-        """Wait until a condition holds that another part brings about, which sets ``changed``."""
+        """Wait for a condition. The part that makes it true must set ``changed``."""
         waiter = _Waiter(part, what, rollouts, condition)
         while not condition():
             changed.clear()
@@ -93,7 +91,7 @@ class Waits:
 
     @asynccontextmanager
     async def holding(self, lock: asyncio.Lock, part: str, what: Text) -> AsyncIterator[None]:
-        """Wait for a lock, and hold it within a ``with`` statement; errors as of :meth:`until`."""
+        """Hold a lock in a ``with`` statement. The wait counts as in :meth:`until`."""
         with self._entered(_Waiter(part, what, tuple, lambda: not lock.locked())):
             await lock.acquire()
         try:
@@ -127,7 +125,7 @@ class Waits:
 async def answered(
     work: Awaitable[T], deadline_s: float, role: str, rollout_ids: Iterable[int] = ()
 ) -> T:
-    """Return what a role answers; raise StalledError if it does not within the deadline."""
+    """Return a role's answer. StalledError if it exceeds the deadline."""
     try:
         async with asyncio.timeout(deadline_s) as limit:
             return await work
@@ -154,9 +152,9 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 class Phases:
-    """The cause that idle roles wait for: data, stragglers, environment, scores or weights."""
+    """Causes of idle time: data, stragglers, environment, scores or weights."""
 
-    KEPT = 256  # changes remembered: more than pass between two pieces of work of any role
+    KEPT = 256  # changes remembered, which must be more than in any role's idle time
 
     def __init__(self, clock: Clock, tracer: Tracer) -> None:
         self._clock, self._tracer = clock, tracer
@@ -169,7 +167,7 @@ class Phases:
         return self._causes[-1]
 
     def enter(self, cause: str) -> None:
-        """Make ``cause`` what idle roles wait for from now on."""
+        """Set the cause of idle time from now on."""
         if cause != self._causes[-1]:
             self._times.append(self._clock.now())
             self._causes.append(cause)
@@ -186,20 +184,20 @@ class Phases:
                 since_s = end_s
 
     def lost(self, role: str) -> None:
-        """Show from now on that ``role`` is lost, until :meth:`down`."""
+        """Show ``role`` as lost until :meth:`down`."""
         if role not in self._lost:
             self._lost[role] = self._tracer.awaiting(role, "down")
             self._lost[role].__enter__()
 
     def down(self, role: str, since_s: float) -> None:
-        """Record that ``role`` was lost at ``since_s``, and serves again or is given up now."""
+        """Record that ``role`` was lost from ``since_s`` until now. It serves or is given up."""
         if shown := self._lost.pop(role, None):
             shown.__exit__(None, None, None)
         self._tracer.add(role, "down", since_s, self._clock.now(), cause="down")
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first plain exception in a group of groups: the one that stopped the others."""
+    """Return the first plain exception in nested groups, which stopped all other tasks."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
