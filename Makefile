@@ -22,7 +22,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(4, os.cpu_count()))')
 # Hundreds of processes import the package and pytest's rewritten tests: they are compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all slow vllm checked check style types types-of-tests docs dist hooks clean
+.PHONY: train test test-all tests slow vllm checked check style types types-of-tests docs dist hooks clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
@@ -42,7 +42,9 @@ test: checked
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long"
 	@echo "left out: the $$(grep -c :: tests/long.txt) longest tests (make test-all), and slow ones (make slow)"
 
-test-all: checked
+test-all: checked tests
+
+tests: $(VENV)/.developing
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 60 --durations-min 5
 
 slow: $(VENV)/.developing

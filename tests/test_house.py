@@ -29,7 +29,7 @@ FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
 OVER_AIM = 10, 21
 """Files and functions that are longer than their aim; these numbers only fall."""
 SETTINGS = 151
-PROSE = {r";": 2.6, r"\bwhat\b": 1.1, r"\bwhere\b": 0.6, r"\bthat (it|is|are|they)\b": 2.1}
+PROSE = {r";": 1.8, r"\bwhat\b": 0.4, r"\bwhere\b": 0.3, r"\bthat (it|is|are|they)\b": 1.6}
 """Habits of wording in docstrings, and their rates per 1,000 words; these rates only fall."""
 
 
