@@ -10,10 +10,12 @@ import itertools
 import json
 import logging
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,7 @@ from stretto.scoring.worker import open_function
 from stretto.tasks.base import TaskRow, fingerprint
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Message, Prompt, Score
+from stretto.workers import function as processes
 from stretto.workers.function import Answers
 
 TOKENIZER = byte_tokenizer()
@@ -1188,6 +1191,19 @@ def test_a_pause_of_the_run_s_own_process_takes_no_time(tmp_path: Path, after: f
         timeout=60,
     )
     assert (done.stdout, done.stderr) == ("[3.0, 1.0]\n", "")
+
+
+def test_a_pause_between_two_waits_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SLICE_S", 0.05)
+    deadline = processes._Deadline(0.2)
+    time.sleep(0.3)
+    end, pipe = os.pipe()
+    writer = threading.Timer(0.1, os.write, (pipe, b"answer"))
+    writer.start()
+    deadline.wait(end, selectors.EVENT_READ)
+    writer.join()
+    for each in (end, pipe):
+        os.close(each)
 
 
 def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: Path) -> None:

@@ -218,25 +218,36 @@ class FunctionProcess:
 
 
 class _Deadline:
-    """A time limit from now on. Pauses of this process (Ctrl-Z, a debugger, suspend) extend it."""
+    """A time limit from now on. Pauses of this process (Ctrl-Z, a debugger, a suspended machine)
+    extend it, during waits and between them.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._at_s = time.monotonic() + seconds
+        self._seen_s = time.monotonic()
+        self._at_s = self._seen_s + seconds
 
     def wait(self, pipe: int, event: int) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)
             while True:
-                began_s = time.monotonic()
-                left_s = max(self._at_s - began_s, 0.0)
+                self._extend(0.0)
+                left_s = max(self._at_s - self._seen_s, 0.0)
                 slice_s = min(left_s, SLICE_S)
-                if selector.select(slice_s):  # even without time left, as the answer may have come
+                ready = selector.select(slice_s)  # even without time left: the answer may be there
+                is_extended = self._extend(slice_s)
+                if ready:
                     return
-                paused_s = time.monotonic() - began_s - slice_s
-                if paused_s > SLICE_S:
-                    self._at_s += paused_s
-                elif not left_s:
+                if not left_s and not is_extended:
                     raise TimeoutError
+
+    def _extend(self, expected_s: float) -> bool:
+        """Add a pause since the last call, in which so many seconds were expected to pass."""
+        now_s = time.monotonic()
+        paused_s, self._seen_s = now_s - self._seen_s - expected_s, now_s
+        if paused_s <= SLICE_S:
+            return False
+        self._at_s += paused_s
+        return True
 
 
 def _is_paused(pid: int) -> bool:
