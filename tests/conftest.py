@@ -47,9 +47,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C can be tested where it is ignored, as in what a script starts in the background."""
+    """Signals can be tested although a script in the background, or nohup, ignores them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
