@@ -352,7 +352,32 @@ MOST_ROWS = 64
 """Rows up to which the packed product is used; with more the layout no longer matters."""
 
 
-class PackedLinears:
+class ReplacedForwards:
+    """Layers that have other forward passes while this context manager is entered."""
+
+    layers: Sequence[Any]
+
+    def forwards(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        """Return up-to-date forward passes, one per layer."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        for layer, forward in zip(self.layers, self.forwards(), strict=True):
+            layer.forward = forward
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the layers their own forward passes back. A second call does nothing.
+
+        An interruption can strike within ``__enter__`` or ``__exit__``: call this once more then.
+        """
+        for layer in self.layers:
+            vars(layer).pop("forward", None)
+
+
+class PackedLinears(ReplacedForwards):
     """The bfloat16 linear layers of a model on a CPU, packed; none anywhere else.
 
     oneDNN can keep weights in the layout that its kernels read, into which a product of few rows
@@ -375,25 +400,13 @@ class PackedLinears:
         self._packed: list[Callable[[Tensor], Tensor]] = []
         self._versions: list[int] = []
 
-    def __enter__(self) -> None:
+    def forwards(self) -> Sequence[Callable[[Tensor], Tensor]]:
         # torch counts the in-place changes of a tensor, of which an optimizer's update is one.
         versions = [layer.weight._version for layer in self.layers]
         if versions != self._versions:
             self._packed = [_pack(layer) for layer in self.layers]
             self._versions = versions
-        for layer, forward in zip(self.layers, self._packed, strict=True):
-            layer.forward = forward  # type: ignore[method-assign, assignment]
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the layers their own forward passes back; a second call does nothing.
-
-        An interruption can strike within ``__enter__`` or ``__exit__``: call this once more then.
-        """
-        for layer in self.layers:
-            vars(layer).pop("forward", None)
+        return self._packed
 
     def invalidate(self) -> None:
         self._versions = []

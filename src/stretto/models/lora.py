@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
+from stretto.models.devices import ReplacedForwards
 from stretto.models.forward import unwrapped
 from stretto.models.info import require_targets, tied_error
 from stretto.models.weights import require_finite, with_own_weights
@@ -112,7 +113,7 @@ def merge_lora(wrapped: Any, trained: frozenset[str]) -> None:
         parameter.requires_grad_(name in trained)
 
 
-class FusedAdapters:
+class FusedAdapters(ReplacedForwards):
     """A model's LoRA layers, each of whose adapters take two kernels in place of peft's six.
 
     ``W x + s B (A x)`` is computed in the model's type: in float32 as by peft, but for the order of
@@ -131,19 +132,10 @@ class FusedAdapters:
         self._forwards = [self._fused(layer) for layer in self.layers]
 
     @torch.no_grad()
-    def __enter__(self) -> None:
+    def forwards(self) -> Sequence[Callable[[Tensor], Tensor]]:
         if self._copies:
             torch._foreach_copy_(self._copies, [part.weight for part in self._copied])
-        for layer, forward in zip(self.layers, self._forwards, strict=True):
-            layer.forward = forward
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the layers peft's forward passes back; a second call does nothing."""
-        for layer in self.layers:
-            vars(layer).pop("forward", None)
+        return self._forwards
 
     def _fused(self, layer: Any) -> Callable[[Tensor], Tensor]:
         base, (name,) = layer.get_base_layer(), layer.active_adapters
