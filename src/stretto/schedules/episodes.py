@@ -206,10 +206,8 @@ class Episodes:
         failure = last.record.get("failure")
         verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
         verdicts |= last.record.get("scores", {})
-        names, cuts = (
-            set(self._settings.environment_rewards),
-            (*TOKEN_LIMITS, *self._settings.cut_by),
-        )
+        names = set(self._settings.environment_rewards)
+        cuts = (*TOKEN_LIMITS, *self._settings.cut_by)
         if failure and not any(r.turns for r in samples):  # the episode was never opened
             names.add(ENVIRONMENT)
         for rollout in samples:
