@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import threading
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +19,13 @@ from raising import raises
 from run_helpers import Notes, assert_same_run, run, settings
 from stretto.errors import LearnerError
 from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
 from stretto.rollout.engine import TorchEngine
 from stretto.runs.checkpoint import newest
 from stretto.runs.loop import _TrainingLoop
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
+from stretto.types import WeightsRef
 
 PLACES = {  # a signal that comes there after two steps, and the last complete step then
     "decoding": (TorchEngine, "decode", signal.SIGINT, 2),
@@ -131,6 +135,36 @@ def test_a_signal_where_stages_overlap(
     assert sorted(set(trained)) == sorted(trained)
     assert len(trained) == config.steps * config.rollout.batch
     assert [record["step"] for record in stopped.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_exit_in_on_step_while_weights_are_loaded_changes_nothing(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth round loads version 2, of one step before, also in the resumed run."""
+    changes = {"steps": 4, "schedule": {"preset": "async"}}
+    expected, _ = run(settings(tiny_folder, **changes), tmp_path / "complete")
+    load, taken = TorchEngine.load, threading.Event()
+
+    def late(engine: TorchEngine, weights: WeightsRef) -> None:
+        if weights.version == 2:
+            assert taken.wait(60)
+        load(engine, weights)
+
+    def on_step(step: int, _: object) -> None:
+        if step == 3:
+            taken.set()
+            sys.exit("enough")
+
+    config = settings(tiny_folder, out=str(tmp_path), **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "load", late)
+        with pytest.raises(SystemExit, match="enough"):
+            stretto.train(config, on_step=on_step, progress=NoProgress())
+    stopped = RunDirectory.open(tmp_path / "run-001")
+    assert newest(stopped.checkpoints) == 3
+    stretto.resume(stopped.path, progress=NoProgress())
+    assert [record["staleness/max"] for record in stopped.read_metrics()] == [0, 1, 1, 1]
+    assert_same_run(stopped, expected)
 
 
 def test_an_update_that_begins_while_the_state_is_awaited_is_finished() -> None:

@@ -203,23 +203,36 @@ class _TrainingLoop:
             error.add_note(running.stacks())
             raise
 
-    async def _step(self, schedule: Schedule, checkpoints: Checkpointer) -> None:
+    async def _step(
+        self, schedule: Schedule, checkpoints: Checkpointer
+    ) -> KeyboardInterrupt | SystemExit | None:
+        """Take and record a step. An interrupt or exit, such as the user's ``on_step`` may raise,
+        is returned, because a task that raises one ends the event loop and all other work.
+        """
         step = await schedule.step()
         if not self.running.lags:  # nothing else has run since the update
             self.last = self.running.driver_state()
-        with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
-            self._record(step)
+        try:
+            with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
+                self._record(step)
+        except (KeyboardInterrupt, SystemExit) as end:
+            return end
         if not self.interrupted:
             last = bool(self.stopped)
             await checkpoints.after(self.done, last=last, asked=self.save_asked)
+        return None
 
-    async def _complete(self, schedule: Schedule, work: Coroutine[Any, Any, None]) -> None:
-        """Take a step. On cancellation during the update, finish the update first, so that the
-        weights are those of a complete step. A second cancellation takes effect at once.
+    async def _complete(
+        self, schedule: Schedule, work: Coroutine[Any, Any, BaseException | None]
+    ) -> None:
+        """Take a step, and raise the exception that ``work`` returns. On cancellation during the
+        update, finish the update first, so that the weights are those of a complete step. A second
+        cancellation takes effect at once.
         """
         task = asyncio.create_task(work)
         try:
-            await asyncio.shield(task)
+            if end := await asyncio.shield(task):
+                raise end
         except asyncio.CancelledError:
             await self._mark(schedule)
             if schedule.updating:  # it may have begun during the wait for the lock
