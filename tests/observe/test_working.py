@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,6 +114,8 @@ def test_of_many_short_pieces_of_work_one_gets_a_line(monkeypatch: pytest.Monkey
 def test_a_stream_that_is_gone_does_not_end_the_work(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does it change standard output, which Rich would send to /dev/null."""
+
     class Gone(Watched):
         def write(self, text: str) -> int:
             super().write(text)
@@ -121,9 +125,10 @@ def test_a_stream_that_is_gone_does_not_end_the_work(
 
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     monkeypatch.setattr(progress, "SOON_S", 0.0)
-    stream = Gone()
+    stream, before = Gone(), os.fstat(sys.stdout.fileno())
     with make_progress(mode, stream).working("loading"):
         assert stream.written.wait(30)
+    assert os.path.samestat(before, os.fstat(sys.stdout.fileno()))
 
 
 def test_on_a_terminal_there_is_a_bar_while_work_goes_on() -> None:

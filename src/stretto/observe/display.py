@@ -99,7 +99,7 @@ def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
 
     def work() -> None:
         wait_s = first_s
-        with suppress(OSError, ValueError, SystemExit):  # Rich raises SystemExit for a closed pipe
+        with suppress(OSError, ValueError):
             while not ended.wait(wait_s):
                 wait_s = act()
 

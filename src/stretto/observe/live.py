@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +25,14 @@ from stretto.saying import Advance
 _BARS = "▁▂▃▄▅▆▇█"
 _SAMPLE_CHARS = 300
 _REFRESH_S = 0.2  # seconds between redraws of work in progress
+
+
+class TerminalConsole(Console):
+    """A console whose terminal may go away, without an effect on standard output."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise the error. Rich would end the process and send standard output to ``/dev/null``."""
+        raise BrokenPipeError("the terminal is gone")
 
 
 class RichProgress(Progress):

@@ -162,11 +162,9 @@ def make_progress(
     if mode == "plain":
         return PlainProgress(stream)
 
-    from rich.console import Console
+    from stretto.observe.live import RichProgress, TerminalConsole
 
-    from stretto.observe.live import RichProgress
-
-    console = Console(file=stream, force_terminal=True if mode == "rich" else None)
+    console = TerminalConsole(file=stream, force_terminal=True if mode == "rich" else None)
     if mode == "auto" and (not console.is_terminal or console.is_dumb_terminal):
         return PlainProgress(stream)
     return RichProgress(console)
