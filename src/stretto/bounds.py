@@ -1,5 +1,5 @@
-"""Checks numbers in functions and commands by their annotations, for example ``PositiveInt`` of
-:mod:`stretto.config.sections`.
+"""Numbers: division rounded up, and checks in functions and commands by their annotations, for
+example ``PositiveInt`` of :mod:`stretto.config.sections`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from stretto.errors import ConfigError
 
 _CHECKED = {int, float, dict, Literal}
 """Parameters whose types contain one of these are checked."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @cache

@@ -170,7 +170,9 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
         keywords = inspect.signature(function).parameters
         takes_settings = any(each.kind is each.VAR_KEYWORD for each in keywords.values())
         with through(Python(keywords, takes_settings, CALLS)):
-            for name in () if takes_settings else kwargs.keys() - keywords.keys():
+            unknown = kwargs.keys() - keywords.keys()
+            if unknown and not takes_settings:
+                name = min(unknown)
                 message = f"{function.__name__}() takes no '{name}'. {advice(name, keywords)}"
                 raise ConfigError(message, "unknown-argument")
             return function(*args, **checked(kinds(function), kwargs))

@@ -47,7 +47,9 @@ class _Handler:
 
     def __init__(self, first: Callable[[], object], again: Callable[[int], object]) -> None:
         self.number = 0
-        self._first, self._again, self._at_s = first, again, 0.0
+        self._first = first
+        self._again = again
+        self._at_s = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if not self.number:

@@ -74,7 +74,9 @@ class World:
         fails: Sequence[int] = (),
         turns: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.lengths, self.fails, self.turns = lengths, set(fails), turns
+        self.lengths = lengths
+        self.fails = set(fails)
+        self.turns = turns
         self.log: list[str] = []
         self.spans: list[tuple[str, str, float, float]] = []
         self.places = 0
@@ -359,7 +361,9 @@ class FakeLearner:
     """
 
     def __init__(self, world: World, seconds: float = 2.0) -> None:
-        self.world, self.seconds, self.version = world, seconds, 0
+        self.world = world
+        self.seconds = seconds
+        self.version = 0
         self.mean_score = 1.25
 
     async def train(self, batch: TrainBatch) -> TrainOutput:

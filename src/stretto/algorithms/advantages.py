@@ -45,7 +45,9 @@ def gae(
     next_values = pad(values[:, 1:], (0, 1))
     delta = torch.where(mask, rewards + gamma * next_values - values, zero)
 
-    advantages, discount, terms = delta, gamma * lam, 1
+    advantages = delta
+    discount = gamma * lam
+    terms = 1
     while terms < mask.shape[1]:
         advantages = advantages + discount * pad(advantages[:, terms:], (0, terms))
         discount, terms = discount * discount, 2 * terms

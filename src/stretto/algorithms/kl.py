@@ -45,7 +45,9 @@ class AdaptiveKL:
     """
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
-        self.coef, self._target, self._horizon = coef, target, horizon
+        self.coef = coef
+        self._target = target
+        self._horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
         """Update beta after ``n`` responses with a mean KL of ``kl`` nats per response."""

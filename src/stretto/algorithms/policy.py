@@ -14,7 +14,9 @@ from stretto.algorithms.reductions import Metrics, weighted_sums
 from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 
-SUM, SQUARES, TOKENS = "sampling/sum", "sampling/squares", "sampling/tokens"
+SUM = "sampling/sum"
+SQUARES = "sampling/squares"
+TOKENS = "sampling/tokens"
 """Names of the sums of :func:`disagreement`."""
 
 LOG_RATIO_LIMIT = 20.0

@@ -275,7 +275,9 @@ def _run(stages: Stages, results: _Results) -> Aligned:
 
     for line in replaced(stages):
         on_stderr(line)
-    folder, asked, gold = results.folder, results.asked, stages.gold
+    folder = results.folder
+    asked = results.asked
+    gold = stages.gold
     sft = changed(stages.sft, {"out": str(folder)})
     tuned = results.once("sft", SftResult, partial(training.sft, sft))
     start = results.kept(tuned.model)

@@ -52,7 +52,10 @@ PLANNED = (
 """Variants of the schedule among which a plan is searched."""
 _NO_FUNCTION = ("model", "environment")
 """Kinds of reward sources that are not functions."""
-FUNCTION_S, PROMPT, MEDIAN, P95 = 0.001, 256, 0.15, 0.75
+FUNCTION_S = 0.001
+PROMPT = 256
+MEDIAN = 0.15
+P95 = 0.75
 """Assumed: seconds of a reward function per response, mean tokens of a prompt, and median and 95th
 percentile of response lengths as shares of the limit.
 """
@@ -201,7 +204,9 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
 
     if candidate.on_paper:
         raise ConfigError(f"the plan is one on paper: {candidate.on_paper}", "plan-on-paper")
-    layout, schedule, slots = candidate.layout, candidate.schedule, slots_of(spec, candidate)
+    layout = candidate.layout
+    schedule = candidate.schedule
+    slots = slots_of(spec, candidate)
     data: dict[str, Any] = {
         "model": {"gradient_checkpointing": layout.checkpointing},
         "training": {"microbatch_tokens": layout.micro_tokens},

@@ -111,9 +111,14 @@ class Conversation:
         tools: Tools | None = None,
     ) -> None:
         """Start a conversation. ``rollout`` and ``seed`` determine how answers are sampled."""
-        self._policy, self._rollout, self._seed, self._tools = policy, rollout, seed, tools
+        self._policy = policy
+        self._rollout = rollout
+        self._seed = seed
+        self._tools = tools
         self._encoder = Encoder(policy.tokenizer, policy.template_arguments)
-        self._turns, self._text, self._answers = list[Message](), "", 0
+        self._turns = list[Message]()
+        self._text = ""
+        self._answers = 0
         self._system = ""
         self.set_system(system)
 

@@ -167,7 +167,9 @@ def execute(
 
 
 def _train(run: Begun[Any], display: Progress, on_step: OnStep | None) -> Any:
-    config, run_dir, overrides = run.config, run.run_dir, run.overrides
+    config = run.config
+    run_dir = run.run_dir
+    overrides = run.overrides
     if run.resuming:
         run_dir.save_config(config)
     lines: list[str] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stretto import outside
+from stretto.bounds import ceil_div
 from stretto.config import (
     ENVIRONMENT,
     Config,
@@ -67,7 +68,7 @@ def bounds_what_waits(config: Config) -> bool:
     caches as many of their tokens as its slots hold, next to the slots. vLLM manages its own cache.
     """
     r = config.rollout
-    few = 0 < r.slots < -(-config.most_in_flight // r.engines)
+    few = 0 < r.slots < ceil_div(config.most_in_flight, r.engines)
     return bool(config.environment.sources) and few and r.engine != "vllm"
 
 

@@ -144,7 +144,9 @@ class RoleFactory:
         if config.model.use_liger_kernel and not kind.own_weights:
             backend_of(device).use_liger_kernel(actor)  # repeated if it is the learner's
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
-            plain, folder, dtype = unwrapped(actor), "", next(actor.parameters()).dtype
+            plain = unwrapped(actor)
+            folder = ""
+            dtype = next(actor.parameters()).dtype
             if kind.own_weights:
                 dtype = pick_dtype(config.model.dtype, device)
                 below = adapter_base(resolve(config.model.name, silent)) or config.model.name
@@ -321,7 +323,9 @@ class RoleFactory:
         channel: WeightChannel | None,
     ) -> list[ModelScorer]:
         """Build the scorers of reference and critic. The channel delivers weights to the critic."""
-        budget, say, scorers = self._budget, self._say, list[ModelScorer]()
+        budget = self._budget
+        say = self._say
+        scorers = list[ModelScorer]()
         if reference is not None:
             slots, temperature = self.scorer_slots(reference), self.config.rollout.temperature
             scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))

@@ -168,7 +168,9 @@ def _without_body(
     text = ast.Expr(ast.Constant(ast.get_docstring(found, clean=False)))
     alike = ast.parse("def f(): pass").body[0]
     assert isinstance(alike, ast.FunctionDef)
-    alike.name, alike.args, alike.body = found.name, parameters, [text]
+    alike.name = found.name
+    alike.args = parameters
+    alike.body = [text]
     scope: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(ast.Module([alike], [])), "<tool>", "exec"), scope)
     made: Callable[..., Any] = scope[found.name]

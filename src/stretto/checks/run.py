@@ -238,7 +238,9 @@ def _check_slices(info: ModelInfo, *slices: int) -> None:
 
 
 def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> None:
-    for name in ("actor", "critic") if pipeline.ranks else ():
+    if not pipeline.ranks:
+        return
+    for name in ("actor", "critic"):
         stages = pipeline.stages(name)
         if (name == "actor" or alike) and info.layers and info.layers < stages:
             raise ModelError(

@@ -67,7 +67,8 @@ def command(*, gpu: bool = False) -> int:
     broken = 0
     verdict = "ready"
     with working(on_stderr, "checking the GPU" if gpu else "looking at this machine"):
-        for state, topic, text in check_gpu() if gpu else examine():
+        examined = check_gpu() if gpu else examine()
+        for state, topic, text in examined:
             broken += state == "broken"
             if topic == "stretto":
                 verdict = f"nothing broken was found, but Stretto is {text}"

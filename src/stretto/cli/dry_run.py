@@ -74,7 +74,9 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _pipelines(p: PipelineConfig) -> Iterator[str]:
-    for name in ("actor", "critic") if p.ranks else ():
+    if not p.ranks:
+        return
+    for name in ("actor", "critic"):
         yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
 
 

@@ -188,7 +188,9 @@ def _sentence(text: str, command: str, kind: Any) -> str:
         return f"'stretto {command}' needs {' and '.join(named) or body}. {see}"
     choice = re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", body)
     if choice:
-        value, option, known = choice[1], choice[2], re.findall(r"'([^']*)'", choice[3])
+        value = choice[1]
+        option = choice[2]
+        known = re.findall(r"'([^']*)'", choice[3])
         meant = f" Did you mean '{near(value, known)[0]}'?" if near(value, known) else ""
         return f"{option} {value}: must be one of {', '.join(map(repr, known))}.{meant}"
     value_error = re.match(r"Error parsing ([\w.-]+): (.*)", body)

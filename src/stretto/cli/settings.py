@@ -218,7 +218,9 @@ def _mirror(
     """Make a dataclass of a section's offered fields, with values as defaults."""
     fields: list[tuple[str, Any, Any]] = []
     for name, info in section.model_fields.items():
-        kind, value, key = info.annotation, values[name], prefix + name
+        kind = info.annotation
+        value = values[name]
+        key = prefix + name
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             inner = _mirror(kind, offered, value, f"{key}.")
             if dataclasses.fields(inner):

@@ -234,7 +234,9 @@ def command_align(
 
 
 def _show(result: Aligned) -> None:
-    pairs, learned, measured = result.pairs, result.reward, result.after.measured
+    pairs = result.pairs
+    learned = result.reward
+    measured = result.after.measured
     held, win = learned.held_out, measured.win_rate
     assert win
     accuracy = f"held-out accuracy {held.accuracy:.3f}" if held else "nothing held out"

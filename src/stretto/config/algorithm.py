@@ -88,27 +88,35 @@ class AlgorithmConfig(Section):
     """The algorithm: its loss, its advantages, and the KL between actor and reference."""
 
     name: one_of(*ALGORITHMS) = "ppo"  # type: ignore[valid-type]
-    """The loss (docs/algorithms.md). 'file.py:name' or 'package.module:name' is an algorithm of your own."""
+    """The loss (docs/algorithms.md). 'file.py:name' or 'package.module:name' is an algorithm of
+    your own."""
     gamma: Fraction = 1.0
     """Discount of future rewards."""
     lam: Fraction = 0.95
     """GAE's lambda."""
     clip: Positive = 0.2
-    """Clip the policy ratio to the range from 1 - clip to 1 + clip. Losses of full responses clip the ratio of full responses."""
+    """Clip the policy ratio to the range from 1 - clip to 1 + clip. Losses of full responses clip
+    the ratio of full responses."""
     clip_high: NonNegative = 0.0
-    """Upper end of that range, 1 + clip_high, if different from 1 + clip (DAPO's clip-higher); 0 takes clip."""
+    """Upper end of that range, 1 + clip_high, if different from 1 + clip (DAPO's clip-higher); 0
+    takes clip."""
     dual_clip: NonNegative = 0.0
-    """Largest policy ratio for negative advantages (dual-clip PPO: verl's clip_ratio_c, TRL's delta), above 1 + clip_high; 0 is off."""
+    """Largest policy ratio for negative advantages (dual-clip PPO: verl's clip_ratio_c, TRL's
+    delta), above 1 + clip_high; 0 is off."""
     value_clip: NonNegative = 0.2
     """Clip values to this distance from the old ones; 0 is off."""
     kl_coef: NonNegative = 0.05
-    """beta: weight of the KL to the reference; 0 disables the reference. In losses that consist of the KL, their beta."""
+    """beta: weight of the KL to the reference; 0 disables the reference. In losses that consist of
+    the KL, their beta."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
-    """Place of the KL. reward: subtracted from the reward of each token. loss: a term of the loss. auto: the algorithm's own (for some, the loss consists of the KL)."""
+    """Place of the KL. reward: subtracted from the reward of each token. loss: a term of the loss.
+    auto: the algorithm's own (for some, the loss consists of the KL)."""
     kl_estimator: Literal["auto", Estimator] = "auto"
-    """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward, k3 in the loss, because k1's gradient has mean zero there."""
+    """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1
+    in the reward, k3 in the loss, because k1's gradient has mean zero there."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL in the loss by the policy ratio, which makes its gradient unbiased (DeepSeek-V3.2)."""
+    """Multiply the KL in the loss by the policy ratio, which makes its gradient unbiased
+    (DeepSeek-V3.2)."""
     kl_target: NonNegative = 0.0
     """Adapt beta towards this KL (nats a response); 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
@@ -116,27 +124,41 @@ class AlgorithmConfig(Section):
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     entropy_aggregation: Literal["auto", "token_mean"] = "auto"
-    """Averaging of the entropy bonus. auto: like the policy loss (verl). token_mean: over all tokens, whatever the loss averages (TRL)."""
+    """Averaging of the entropy bonus. auto: like the policy loss (verl). token_mean: over all
+    tokens, whatever the loss averages (TRL)."""
     whiten_advantages: bool = True
     """Normalise advantages to mean 0 and variance 1 over the batch's response tokens."""
     whiten_rewards: bool = False
     """Scale per-token rewards to variance 1, keeping their mean."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the rewards in their group or batch. none: Dr. GRPO."""
+    """Divide advantages by the standard deviation of the rewards in their group or batch. none: Dr.
+    GRPO."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    """How several reward sources become advantages. sum_then_normalize: compare their weighted sum within the group. normalize_then_sum: normalise each source in its group, and then their weighted sum over the batch (GDPO)."""
+    """How several reward sources become advantages. sum_then_normalize: compare their weighted sum
+    within the group. normalize_then_sum: normalise each source in its group, and then their
+    weighted sum over the batch (GDPO)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Policy ratios of tokens, or of responses: the geometric mean of their tokens' ratios (GSPO)."""
+    """Policy ratios of tokens, or of responses: the geometric mean of their tokens' ratios
+    (GSPO)."""
     mask_truncated_completions: bool = False
-    """Exclude responses that hit the token limit from the losses and their means. They still count in their group's mean reward."""
+    """Exclude responses that hit the token limit from the losses and their means. They still count
+    in their group's mean reward."""
     aggregation: Literal["auto", Aggregation] = "auto"
-    """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over each response, then over responses. sequence_sum: sum over each response, then mean over responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
+    """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over
+    each response, then over responses. sequence_sum: sum over each response, then mean over
+    responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the
+    algorithm's own."""
     old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
-    """The old policy of the ratios. behaviour: the one that sampled each token, with the engine's log-probs. proximal: the learner's own before the step (decoupled PPO; an additional forward pass if a step has several updates). auto: behaviour, but in bfloat16 with one update per step, responses of the learner's current weights take the learner's own log-probs, which are free and make their ratio 1."""
+    """The old policy of the ratios. behaviour: the one that sampled each token, with the engine's
+    log-probs. proximal: the learner's own before the step (decoupled PPO; an additional forward
+    pass if a step has several updates). auto: behaviour, but in bfloat16 with one update per step,
+    responses of the learner's current weights take the learner's own log-probs, which are free and
+    make their ratio 1."""
     correction: Literal["off", "truncate", "mask"] = "off"
-    """Importance weights, proximal over behaviour policy, on the advantages: cut off at correction_cap, or 0 outside 1 / cap to cap. Needs old_policy = proximal."""
+    """Importance weights, proximal over behaviour policy, on the advantages: cut off at
+    correction_cap, or 0 outside 1 / cap to cap. Needs old_policy = proximal."""
     correction_level: Literal["token", "sequence"] = "token"
     """Importance weights of tokens or of full responses."""
     correction_cap: Positive = 2.0
@@ -213,7 +235,8 @@ class AlgorithmConfig(Section):
         apart = self.normalizes_sources
         unfit = "algorithm.multi_objective_aggregation" not in algorithm.settings
         broken["sources-apart-without-groups"] = (apart and unfit) and (
-            "algorithm.multi_objective_aggregation = 'normalize_then_sum' is for grpo and cispo, and "
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' is for grpo and cispo, "
+            "and "
             f"'{self.name}' takes one reward a response; leave it out"
         )
         broken["sources-apart-with-kl"] = (apart and self.kl_place == "reward") and (
@@ -222,7 +245,8 @@ class AlgorithmConfig(Section):
         )
         broken["sources-apart-scaled"] = (apart and self.scale_rewards != "group") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
-            f"the group and of the batch; leave out algorithm.scale_rewards = '{self.scale_rewards}'"
+            "the group and of the batch; leave out algorithm.scale_rewards = "
+            f"'{self.scale_rewards}'"
         )
         whole = algorithm.aggregation is None
         broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (

@@ -30,19 +30,29 @@ class ProcessConfig(Section):
     """One process and the roles that take turns in it, or several ranks that hold one role."""
 
     roles: tuple[str, ...]
-    """Roles: learner; generator, or generator 0, generator 1 ... for several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'. Numbered copies of a scorer (reference 0, reference 1 ...) share its work."""
+    """Roles: learner; generator, or generator 0, generator 1 ... for several; reference; critic (as
+    a scorer); a source of reward.sources that begins with 'model:'. Numbered copies of a scorer
+    (reference 0, reference 1 ...) share its work."""
     threads: WorkersOrAuto = 0
-    """CPU threads of all its ranks together; 0 divides the cores among processes that work at the same time."""
+    """CPU threads of all its ranks together; 0 divides the cores among processes that work at the
+    same time."""
     device: str = ""
-    """Device, for example cuda:1 or cpu; empty spreads processes over the GPUs. For several ranks, the first one's."""
+    """Device, for example cuda:1 or cpu; empty spreads processes over the GPUs. For several ranks,
+    the first one's."""
     fsdp: Workers = 1
-    """Ranks of the learner that shard every weight, its gradient and its optimizer state (FSDP2), and share the passes."""
+    """Ranks of the learner that shard every weight, its gradient and its optimizer state (FSDP2),
+    and share the passes."""
     tp: Workers = 1
-    """Slices into which linear layers are split (tensor parallelism). One rank holds a slice; in a learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices. Each number must divide the model's numbers of heads."""
+    """Slices into which linear layers are split (tensor parallelism). One rank holds a slice; in a
+    learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices. Each
+    number must divide the model's numbers of heads."""
     python: str = ""
-    """Python interpreter of these processes, for example .venv-vllm/bin/python, if their libraries need other versions. The same version of Stretto must be installed there."""
+    """Python interpreter of these processes, for example .venv-vllm/bin/python, if their libraries
+    need other versions. The same version of Stretto must be installed there."""
     offload: bool = False
-    """Keep frozen weights and optimizer states of idle roles in the host's memory, pinned for GPUs. For roles that take turns: the tensors return before the role's turn, if possible while the previous role works."""
+    """Keep frozen weights and optimizer states of idle roles in the host's memory, pinned for GPUs.
+    For roles that take turns: the tensors return before the role's turn, if possible while the
+    previous role works."""
 
     @property
     def ranks(self) -> int:
@@ -76,28 +86,40 @@ class ProcessConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Processes of a run with runtime = 'local' or 'ray'. Tables [[cluster.processes]], only in files, place roles by hand."""
+    """Processes of a run with runtime = 'local' or 'ray'. Tables [[cluster.processes]], only in
+    files, place roles by hand."""
 
     scorers: Literal["auto", "apart", "together", "generators"] = "auto"
-    """Place of model scorers. apart: a process each. together: one process for all. generators: a copy of each in every generator's process, which works when nothing is left to decode there. auto: generators if stragglers migrate and scorers do not stream, else apart."""
+    """Place of model scorers. apart: a process each. together: one process for all. generators: a
+    copy of each in every generator's process, which works when nothing is left to decode there.
+    auto: generators if stragglers migrate and scorers do not stream, else apart."""
     processes: tuple[ProcessConfig, ...] = ()
     """Processes by hand. Roles that they do not name are placed by cluster.scorers."""
     restarts: NonNegativeInt = 2
-    """How often each generator or scorer is restarted if its process dies, hangs beyond schedule.deadline_s or raises, and any process that dies while the run starts. 0 ends the run at the first failure."""
+    """How often each generator or scorer is restarted if its process dies, hangs beyond
+    schedule.deadline_s or raises, and any process that dies while the run starts. 0 ends the run at
+    the first failure."""
     start_timeout_s: Seconds = 600.0
-    """Time limit in seconds for each phase of a process's start: getting its place and connecting, joining its group, loading its models. A warm-up has no limit."""
+    """Time limit in seconds for each phase of a process's start: getting its place and connecting,
+    joining its group, loading its models. A warm-up has no limit."""
     weight_sync_timeout_s: Seconds = 60.0
-    """Time limit of a weight sync in seconds, or ten times the usual duration if longer. Then the transfer is aborted and retried once. Up to a quarter of schedule.deadline_s."""
+    """Time limit of a weight sync in seconds, or ten times the usual duration if longer. Then the
+    transfer is aborted and retried once. Up to a quarter of schedule.deadline_s."""
     bucket_mb: PositiveInt = 64
     """MiB of weights per message; each side of a transfer has two buffers of this size."""
     probe_tolerance: Positive | Literal["auto"] = "auto"
-    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each weight sync. auto: 0.001 in float32, 0.2 in bfloat16. More than four times that of the first sync is reported."""
+    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on
+    a fixed probe after each weight sync. auto: 0.001 in float32, 0.2 in bfloat16. More than four
+    times that of the first sync is reported."""
     interface: str = ""
-    """Network interface between processes of a cluster; empty: the loopback with runtime = 'local', the one that leads to the driver with 'ray'."""
+    """Network interface between processes of a cluster; empty: the loopback with runtime = 'local',
+    the one that leads to the driver with 'ray'."""
     address: str = ""
-    """Address of a running Ray cluster, or 'auto'; empty starts one on this machine that ends with the run."""
+    """Address of a running Ray cluster, or 'auto'; empty starts one on this machine that ends with
+    the run."""
     forward: tuple[str, ...] = ()
-    """Names of environment variables that are passed on to Ray's processes, in addition to those of the libraries."""
+    """Names of environment variables that are passed on to Ray's processes, in addition to those of
+    the libraries."""
 
     def process_of(self, role: str) -> ProcessConfig:
         named = (p for p in self.processes if role in p.roles)

@@ -38,15 +38,18 @@ class Config(Section):
     steps: PositiveInt = 100
     """Batches to train on."""
     minutes: Minutes = 0.0
-    """Time limit: the run ends with a checkpoint before a step that would probably end later than this many minutes after its start or resumption. 0 sets no limit. At least one step is taken."""
+    """Time limit: the run ends with a checkpoint before a step that would probably end later than
+    this many minutes after its start or resumption. 0 sets no limit. At least one step is taken."""
     out: str = "runs"
     """Folder in which the run gets its own folder."""
     threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     runtime: Literal["inline", "local", "ray"] = "inline"
-    """Place of the roles. inline: threads of this process. local: processes on this machine. ray: processes on a Ray cluster. The section cluster determines which roles share one."""
+    """Place of the roles. inline: threads of this process. local: processes on this machine. ray:
+    processes on a Ray cluster. The section cluster determines which roles share one."""
     warmup_examples: RowsOrNone = 0
-    """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
+    """Supervised examples trained on before RL, made from the task's own answers (for models from
+    scratch)."""
     warmup_lr: Positive = 1e-3
     """Learning rate of that warm-up."""
     model: ModelConfig = ModelConfig()
@@ -86,14 +89,17 @@ class Config(Section):
             remarks.append(f"without effect while pipeline.ranks is 0: {', '.join(unused)}")
         if typed := [text for text in self.rollout.stop if re.search(r"\\[nrt]", text)]:
             remarks.append(
-                f"rollout.stop has a backslash and a letter in {' and '.join(typed)}, and neither a "
+                f"rollout.stop has a backslash and a letter in {' and '.join(typed)}, and neither "
+                "a "
                 r"line break nor a tab; in a shell $'\n' is a line break"
             )
         knobs = self.schedule.knobs
         if knobs.migrate == "auto" and self.rollout.engines > 1 and knobs.streams:
             remarks.append(
-                "schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk': scorers "
-                "that stream have a worker of their own, and a freed engine would have nothing to do"
+                "schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk': "
+                "scorers "
+                "that stream have a worker of their own, and a freed engine would have nothing to "
+                "do"
             )
         return [*remarks, *self.schedule.remarks]
 
@@ -176,7 +182,8 @@ class Config(Section):
             "model.load_in_4bit = true cannot be trained; leave one of them out"
         )
         broken["4bit-in-parts"] = (self.model.load_in_4bit and cut) and (
-            "model.load_in_4bit = true is for models that are whole on one device; leave it out, or "
+            "model.load_in_4bit = true is for models that are whole on one device; leave it out, "
+            "or "
             "leave out fsdp, tp, offload and pipeline.ranks"
         )
         sliced = [p for p in several if p.tp > 1 and p.generates]
@@ -205,7 +212,8 @@ class Config(Section):
             "runtime = 'inline' has none; set `runtime = local`"
         )
         broken["4bit-with-vllm"] = self.model.load_in_4bit and (
-            "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = 'vllm' "
+            "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = "
+            "'vllm' "
             "would sample from others; leave one of them out"
         )
         beside = [p for p in self.cluster.processes if LEARNER in p.roles and p.generates]
@@ -216,7 +224,9 @@ class Config(Section):
 
     def algorithm_rules(self, broken: Rules) -> None:
         """Check that the sections fit the algorithm, after import if it is the user's own code."""
-        a, r, minibatches = self.algorithm, self.rollout, self.training.minibatches
+        a = self.algorithm
+        r = self.rollout
+        minibatches = self.training.minibatches
         broken["kl-horizon-too-short"] = (a.kl_target and r.batch >= 5 * a.kl_horizon) and (
             f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than {5 * a.kl_horizon} "
             "responses: the adaptive beta moves by up to a fifth of itself a horizon, and "
@@ -238,7 +248,8 @@ class Config(Section):
         )
         missing = self.reward.missing_eos
         broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
-            "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores that "
+            "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores "
+            "that "
             f"reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', and "
             "score responses that were cut in a function"
         )

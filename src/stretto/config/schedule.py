@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from stretto.bounds import ceil_div
 from stretto.config.sections import (
     Fraction,
     NonNegativeInt,
@@ -46,24 +47,31 @@ class Knob:
 
 KNOBS: Mapping[str, Knob] = {
     "score_on": Knob(
-        "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
+        "When scorers see responses: once all have ended, each when it has ended, or chunk by "
+        "chunk while they are decoded.",
         needs=("scoring worker",),
         off=("batch",),
     ),
     "overcommit": Knob(
-        "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule."
+        "Responses in flight beyond the batch (delta); the first to end are trained on, the rest "
+        "is carried into the next step. auto: adapted by overcommit_rule."
     ),
     "lag": Knob(
-        "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
+        "Versions of the weights that generation may be behind training; 1 generates for the next "
+        "step while training on this one.",
         needs=("training worker", "weights"),
     ),
     "migrate": Knob(
-        "Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1.",
+        "Gather the last responses on few engines when this share of the batch remains. auto: "
+        "chosen by simulation. Needs rollout.engines > 1.",
         needs=("engines",),
         off=("off", 0),
     ),
     "hold": Knob(
-        "What becomes of keys and values of a response that waits for its environment. keep: they stay. offload: they go to the host's memory, and come back. remake: they are dropped, and its tokens are read again. auto: they stay while there is room for all; beyond that, the way that costs least by measured rates, for those that are expected to wait longest.",
+        "What becomes of keys and values of a response that waits for its environment. keep: they "
+        "stay. offload: they go to the host's memory, and come back. remake: they are dropped, "
+        "and its tokens are read again. auto: they stay while there is room for all; beyond that, "
+        "the way that costs least by measured rates, for those that are expected to wait longest.",
         off=("keep",),
     ),
 }
@@ -96,7 +104,8 @@ class Knobs:
 
     @property
     def scores_early(self) -> bool:
-        """Whether scorers see responses while others are decoded. Each reward function then has a worker."""
+        """Whether scorers see responses while others are decoded. Each reward function then has a
+        worker."""
         return "scoring worker" in self.needs
 
     @property
@@ -128,7 +137,8 @@ class Knobs:
         return self.scores_early and not self.hosts_scorers(engines)
 
     def describe(self, engines: int, *, episodes: bool = False) -> str:
-        """Describe all knobs in one line, as they work with this number of engines. ``hold`` is only named for episodes, in which responses wait."""
+        """Describe all knobs in one line, as they work with this number of engines. ``hold`` is
+        only named for episodes, in which responses wait."""
         shown = {name: getattr(self, name) for name in KNOBS if episodes or name != "hold"}
         for name in shown:
             if self.on(name) and not self.works(name, engines):
@@ -233,13 +243,18 @@ class ScheduleConfig(Section):
     migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
     hold: Literal["preset", "keep", "offload", "remake", "auto"] = _from_preset("hold")
     chunk_tokens: NonNegativeInt = 0
-    """Tokens that each response gets between two checks for ended ones, and that are streamed at a time; 0 tries several sizes and keeps the best."""
+    """Tokens that each response gets between two checks for ended ones, and that are streamed at a
+    time; 0 tries several sizes and keeps the best."""
     chunk_window: Annotated[int, Field(gt=3, le=10**9)] = 50
     """Steps between two trials of chunk sizes."""
     overcommit_rule: Literal["equation4", "algorithm1", "throughput"] = "equation4"
-    """Rule by which 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise, else down by overcommit_decrement. algorithm1: by a quarter, down while rewards rise, up while they fall. throughput: to the delta that measured lengths and latencies predict to be fastest."""
+    """Rule by which 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise,
+    else down by overcommit_decrement. algorithm1: by a quarter, down while rewards rise, up while
+    they fall. throughput: to the delta that measured lengths and latencies predict to be
+    fastest."""
     overcommit_start: NonNegativeInt = 0
-    """Delta at the start of equation4 and algorithm1; 0 takes half of overcommit_max, or overcommit_min if that is more."""
+    """Delta at the start of equation4 and algorithm1; 0 takes half of overcommit_max, or
+    overcommit_min if that is more."""
     overcommit_max: NonNegativeInt = 0
     """Largest delta of 'auto'; 0 takes the batch size."""
     overcommit_min: NonNegativeInt = 0
@@ -251,17 +266,24 @@ class ScheduleConfig(Section):
     overcommit_decrement: NonNegativeInt = 1
     """Responses by which equation4 lowers delta."""
     max_carries: PositiveInt = 8
-    """How often a response may be carried into the next step. At this number, the step waits for it. Limits delta to max_carries times the responses between two weight syncs."""
+    """How often a response may be carried into the next step. At this number, the step waits for
+    it. Limits delta to max_carries times the responses between two weight syncs."""
     carry: Literal["recompute", "reuse"] = "recompute"
-    """KV cache of carried responses when the weights change. recompute: computed again. reuse: kept unchanged."""
+    """KV cache of carried responses when the weights change. recompute: computed again. reuse: kept
+    unchanged."""
     weight_sync_interval: PositiveInt = 1
-    """Steps trained on responses of one version of the weights, before the next weight sync (the off-policy dial N). For several updates on one batch, set training.epochs."""
+    """Steps trained on responses of one version of the weights, before the next weight sync (the
+    off-policy dial N). For several updates on one batch, set training.epochs."""
     controllers: dict[Controlled, str] = {}
-    """Your own controllers, 'file.py:name' or 'package.module:name', by the settings whose automatic rule they replace (docs/schedules.md)."""
+    """Your own controllers, 'file.py:name' or 'package.module:name', by the settings whose
+    automatic rule they replace (docs/schedules.md)."""
     threads: tuple[()] | tuple[Workers, Workers, Workers] = ()
-    """CPU threads of each engine, of scoring and of training if they overlap; empty divides the cores."""
+    """CPU threads of each engine, of scoring and of training if they overlap; empty divides the
+    cores."""
     deadline_s: Seconds = 1800.0
-    """Time limit in seconds for a role to answer one call, and for an engine per 4,096 tokens to decode in one. After that the run ends and names the role. In other processes, a call that takes 20 times as long as usual, and at least 300 seconds, is assumed to hang before that."""
+    """Time limit in seconds for a role to answer one call, and for an engine per 4,096 tokens to
+    decode in one. After that the run ends and names the role. In other processes, a call that takes
+    20 times as long as usual, and at least 300 seconds, is assumed to hang before that."""
 
     def __hash__(self) -> int:  # plans cache work by schedule, and controllers are a dict
         return hash(self.model_dump_json())
@@ -292,7 +314,7 @@ class ScheduleConfig(Section):
 
     def most_in_flight(self, batch: int, samples_per_prompt: int) -> int:
         """Return the limit of responses in flight. Delta is rounded up to full groups."""
-        groups = -(-self.largest_overcommit(batch) // samples_per_prompt)
+        groups = ceil_div(self.largest_overcommit(batch), samples_per_prompt)
         return batch * self.weight_sync_interval + groups * samples_per_prompt
 
     def first_overcommit(self, batch: int) -> int:
@@ -318,7 +340,8 @@ class ScheduleConfig(Section):
         name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
         broken["overcommit-beyond-carries"] = delta > carries * size and (
             f"with schedule.{name} = {delta} and {size} responses between two weight syncs, some "
-            f"are carried {-(-delta // size)} times, and schedule.max_carries = {carries}; lower "
+            f"are carried {ceil_div(delta, size)} times, and schedule.max_carries = {carries}; "
+            "lower "
             f"schedule.{name} to {carries * size}, or raise schedule.max_carries"
         )
         return broken

@@ -90,6 +90,13 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        for field in cls.model_fields.values():
+            if field.description:
+                field.description = " ".join(field.description.split())
+
     def is_set(self, key: str) -> bool:
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
@@ -171,29 +178,42 @@ class ModelConfig(Section):
     """The actor, and the reference derived from it."""
 
     name: str = "smollm2-135m"
-    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads', 'tiny-chat'), a local folder in Hugging Face format or of a PEFT adapter, or a hub name."""
+    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads', 'tiny-chat'), a local folder in Hugging
+    Face format or of a PEFT adapter, or a hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. auto: bfloat16 if the hardware has it, else float32. Master weights are fp32."""
+    """Compute type. auto: bfloat16 if the hardware has it, else float32. Master weights are
+    fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models. auto: cuda if there is one."""
     lora_rank: NonNegativeInt = 0
-    """Rank of LoRA adapters for actor and critic; 0 trains all weights, or the adapter if name is a PEFT adapter."""
+    """Rank of LoRA adapters for actor and critic; 0 trains all weights, or the adapter if name is a
+    PEFT adapter."""
     lora_alpha: NonNegative = 16.0
     """LoRA scale: the update is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
     lora_kind: Literal["lora", "rslora", "dora"] = "lora"
-    """Kind of adapters: lora, rslora (scaled for high ranks), or dora (learns magnitude and direction of weights separately; not with load_in_4bit or tp)."""
+    """Kind of adapters: lora, rslora (scaled for high ranks), or dora (learns magnitude and
+    direction of weights separately; not with load_in_4bit or tp)."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer but the head."""
+    """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer
+    but the head."""
     load_in_4bit: bool = False
-    """Load the actor in 4 bits (QLoRA: NF4 with double quantization, extra bitsandbytes); needs lora_rank. The reference, and the critic with critic.init = 'actor', share these weights. Embeddings, norms and head keep their type."""
+    """Load the actor in 4 bits (QLoRA: NF4 with double quantization, extra bitsandbytes); needs
+    lora_rank. The reference, and the critic with critic.init = 'actor', share these weights.
+    Embeddings, norms and head keep their type."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more time. auto: on a GPU if the memory plan finds that they would not fit, even in passes of few tokens; off on a CPU."""
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: on a
+    GPU if the memory plan finds that they would not fit, even in passes of few tokens; off on a
+    CPU."""
     use_liger_kernel: bool = False
-    """Use Liger's kernels (extra liger) for norms, rotary positions and MLPs in actor and critic training, and in Stretto's own engine: fewer kernels and smaller activations. Experimental. For GPUs, and model families that Liger supports."""
+    """Use Liger's kernels (extra liger) for norms, rotary positions and MLPs in actor and critic
+    training, and in Stretto's own engine: fewer kernels and smaller activations. Experimental. For
+    GPUs, and model families that Liger supports."""
     cudnn_attention: bool = False
-    """Let torch choose cuDNN's attention on GPUs. It takes some 30 ms to prepare for each new shape of its inputs, and nearly all shapes are new here."""
+    """Let torch choose cuDNN's attention on GPUs. It takes some 30 ms to prepare for each new shape
+    of its inputs, and nearly all shapes are new here."""
     torch_compile: bool = False
-    """Compile layers for training with torch.compile: fewer kernels; the first passes take minutes. Experimental. For GPUs, with engines in other processes."""
+    """Compile layers for training with torch.compile: fewer kernels; the first passes take minutes.
+    Experimental. For GPUs, with engines in other processes."""
     trust_remote_code: bool = False
     """Allow a hub model to bring and run its own Python code."""
 
@@ -203,10 +223,12 @@ class ModelConfig(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def rules(self, broken: Rules) -> None:
-        """Check that weights in 4 bits have adapters, because only these are trained, and can be merged."""
+        """Check that weights in 4 bits have adapters, because only these are trained, and can be
+        merged."""
         broken["4bit-without-adapters"] = (self.load_in_4bit and not self.lora_rank) and (
             "model.load_in_4bit = true keeps weights that cannot be trained, and model.lora_rank = "
-            "0 trains them; set model.lora_rank, to 32 for example, or to that of a PEFT adapter in "
+            "0 trains them; set model.lora_rank, to 32 for example, or to that of a PEFT adapter "
+            "in "
             "model.name; or leave load_in_4bit out"
         )
         broken["4bit-with-dora"] = (self.load_in_4bit and self.lora_kind == "dora") and (
@@ -219,7 +241,8 @@ class CriticConfig(Section):
     """The value model of PPO."""
 
     init: str = "actor"
-    """Backbone and head: 'actor' (the actor's weights, a zero head), 'reward' (from the reward model), or a model name."""
+    """Backbone and head: 'actor' (the actor's weights, a zero head), 'reward' (from the reward
+    model), or a model name."""
     freeze_steps: NonNegativeInt = 0
     """Train only the critic for this many first steps."""
 
@@ -232,31 +255,45 @@ class TaskConfig(Section):
     """The task: its prompts, and the verifier of their answers."""
 
     kind: Literal["procedural", "reasoning-gym", "dataset", "gsm8k"] = "procedural"
-    """procedural: problems generated from the seed, with a verifier. reasoning-gym: the same, from that library. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
+    """procedural: problems generated from the seed, with a verifier. reasoning-gym: the same, from
+    that library. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
     name: str = "chain_sum"
-    """A procedural task ('chain_sum', 'spell_backward'), a reasoning-gym dataset, a file (.jsonl, .json, .csv, also with .gz; .parquet), a folder of such files or of save_to_disk, or a hub dataset."""
+    """A procedural task ('chain_sum', 'spell_backward'), a reasoning-gym dataset, a file (.jsonl,
+    .json, .csv, also with .gz; .parquet), a folder of such files or of save_to_disk, or a hub
+    dataset."""
     settings: dict[str, JsonValue] = {}
     """Settings of the procedural task or of the reasoning-gym dataset."""
     split: str = "train"
     """Split of a hub dataset, or of a folder."""
     held_out: float | str = 0.0
-    """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content and excluded from training. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
+    """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by
+    their content and excluded from training. A file, or another split of the same hub dataset: its
+    rows. 0 holds none out."""
     size: RowsOrNone = 0
     """Rows to use; 0 takes all of a file or the hub (100,000 generated problems)."""
     shuffle: bool = True
     """Shuffle the rows again in each epoch. false: keep their order, for a curriculum."""
     columns: dict[str, str] = {}
-    """Columns of the data by role. prompt: text, or a list of chat messages (default: 'prompt'). answer: the verifier's reference (default: a column 'answer', 'ground_truth' or 'solution' if every row has one); without it only reward functions score. Dots in a name lead into nested objects. demonstration: the target of warmup_examples instead of the answer: a turn as text, or messages that follow the prompt. Other keys: parameter names of reward functions, for example label."""
+    """Columns of the data by role. prompt: text, or a list of chat messages (default: 'prompt').
+    answer: the verifier's reference (default: a column 'answer', 'ground_truth' or 'solution' if
+    every row has one); without it only reward functions score. Dots in a name lead into nested
+    objects. demonstration: the target of warmup_examples instead of the answer: a turn as text, or
+    messages that follow the prompt. Other keys: parameter names of reward functions, for example
+    label."""
     system: str = ""
-    """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
+    """System message put before the prompt; with it, or with chat = on, text prompts become
+    conversations."""
     instruction: str = ""
     """Text put after the prompt, on its own line."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Apply the tokenizer's chat template. auto: if the tokenizer has one."""
     template_arguments: TemplateArguments = {}
-    """Arguments of the chat template for every conversation, for example { enable_thinking = false }. A row's own, in the column chat_template_kwargs, take precedence. That is also an alias of this setting."""
+    """Arguments of the chat template for every conversation, for example { enable_thinking = false
+    }. A row's own, in the column chat_template_kwargs, take precedence. That is also an alias of
+    this setting."""
     extract: Literal["full", "last_number", "answer_tag"] = "full"
-    """Part of the response that the verifier sees. full: all of it. last_number: its last number. answer_tag: the text in <answer>...</answer>."""
+    """Part of the response that the verifier sees. full: all of it. last_number: its last number.
+    answer_tag: the text in <answer>...</answer>."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are skipped, counted and reported."""
 
@@ -331,17 +368,24 @@ class RewardConfig(Section):
     """The score of a response: its sources and their weights."""
 
     sources: tuple[str, ...] = ("task",)
-    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name' (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward server), 'model:NAME' (a reward model), 'scorer:file.py:name' (a class that scores chunk by chunk)."""
+    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name'
+    (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward
+    server), 'model:NAME' (a reward model), 'scorer:file.py:name' (a class that scores chunk by
+    chunk)."""
     weights: tuple[Number, ...] = ()
     """Factor of each source; empty means 1 each."""
     timeout_s: Seconds = 30.0
     """Time limit of a function for one batch of responses, in seconds."""
     on_failure: Literal["stop", "drop"] | Annotated[float, Field(gt=0, lt=1)] = "stop"
-    """Reaction to a function that fails on a sample. stop: end the run. drop: drop the sample and report it. A share between 0 and 1, for example 0.05: the same, but end the run if more than this share of a step's samples fail."""
+    """Reaction to a function that fails on a sample. stop: end the run. drop: drop the sample and
+    report it. A share between 0 and 1, for example 0.05: the same, but end the run if more than
+    this share of a step's samples fail."""
     missing_eos: Literal["off", "replace", "subtract"] = "replace"
-    """Score of a response that a token limit cut. off: unchanged. replace: the penalty instead. subtract: reduced by the penalty."""
+    """Score of a response that a token limit cut. off: unchanged. replace: the penalty instead.
+    subtract: reduced by the penalty."""
     missing_eos_limits: tuple[Literal["turns", "seconds"], ...] = ()
-    """Further limits of episodes to which missing_eos applies: turns (environment.max_turns), seconds (environment.max_seconds). Empty: an episode that reached these keeps its score."""
+    """Further limits of episodes to which missing_eos applies: turns (environment.max_turns),
+    seconds (environment.max_seconds). Empty: an episode that reached these keeps its score."""
     missing_eos_penalty: Number = -1.0
     """The penalty. replace: the score itself. subtract: its absolute value is subtracted."""
 
@@ -373,7 +417,8 @@ class RewardConfig(Section):
         )
         weights, sources = len(self.weights), len(self.sources)
         broken["reward-weights-count"] = weights not in (0, sources) and (
-            f"reward.weights has {weights} numbers for {sources} sources; give one a source, or none"
+            f"reward.weights has {weights} numbers for {sources} sources; give one a source, or "
+            "none"
         )
 
 
@@ -381,9 +426,16 @@ class RolloutConfig(Section):
     """Generation by the actor."""
 
     engine: Literal["auto", "torch", "vllm"] = "auto"
-    """Engine. torch: Stretto's own. vllm: vLLM, in separate processes (runtime = 'local' or 'ray'). auto: vllm if there are GPUs, such processes and vLLM, else torch."""
+    """Engine. torch: Stretto's own. vllm: vLLM, in separate processes (runtime = 'local' or 'ray').
+    auto: vllm if there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
-    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without CUDA graphs); speculative_tokens (0: maximum of tokens proposed per row and step when few rows are left; a step keeps those that it would have sampled anyway, and their share sets the number), speculative_rows (8: up to how many rows) and speculative_model (a smaller model with the same tokenizer, by folder or hub name, that proposes them; without one they come from texts of the same prompt). vllm: vLLM's own engine arguments, for example gpu_memory_utilization (default on a GPU with other roles: the memory that these leave by the memory plan)."""
+    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without CUDA graphs);
+    speculative_tokens (0: maximum of tokens proposed per row and step when few rows are left; a
+    step keeps those that it would have sampled anyway, and their share sets the number),
+    speculative_rows (8: up to how many rows) and speculative_model (a smaller model with the same
+    tokenizer, by folder or hub name, that proposes them; without one they come from texts of the
+    same prompt). vllm: vLLM's own engine arguments, for example gpu_memory_utilization (default on
+    a GPU with other roles: the memory that these leave by the memory plan)."""
     batch: Rows = 32
     """Responses per step."""
     samples_per_prompt: Rows = 1
@@ -393,13 +445,16 @@ class RolloutConfig(Section):
     temperature: Temperature = 1.0
     """Softmax temperature, 0 (greedy, not for training) or at least 0.0001."""
     top_k: NonNegativeInt = 0
-    """Sample among the k likeliest tokens; 0 is off. Refused in training, because the learner's distribution is the full one."""
+    """Sample among the k likeliest tokens; 0 is off. Refused in training, because the learner's
+    distribution is the full one."""
     top_p: TopP = 1.0
-    """Sample among the likeliest tokens that hold this much probability; 1 is off. Refused in training, as top_k."""
+    """Sample among the likeliest tokens that hold this much probability; 1 is off. Refused in
+    training, as top_k."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the end-of-sequence token."""
     slots: NonNegativeInt = 0
-    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all in flight, or for Stretto's own engine on a GPU as many as fit by the memory plan."""
+    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all in flight, or for
+    Stretto's own engine on a GPU as many as fit by the memory plan."""
     engines: Workers = 1
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
@@ -464,21 +519,25 @@ class ObserveConfig(Section):
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
     """Live display. auto: rich on a terminal, else plain lines."""
     trackers: tuple[one_of(*TRACKERS), ...] = ()  # type: ignore[valid-type]
-    """Trackers that get the metrics, in addition to metrics.jsonl. 'file.py:name' or 'package.module:name' is your own (docs/observing.md)."""
+    """Trackers that get the metrics, in addition to metrics.jsonl. 'file.py:name' or
+    'package.module:name' is your own (docs/observing.md)."""
     prometheus_port: Port = 0
     """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
     checkpoint_minutes: Minutes = 10.0
-    """Minutes between checkpoints to resume from. The first comes after a minute, the last at the end of the run. 0 writes none, only the model at the end."""
+    """Minutes between checkpoints to resume from. The first comes after a minute, the last at the
+    end of the run. 0 writes none, only the model at the end."""
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints, instead of checkpoint_minutes; 0 uses those."""
     eval_every: NonNegativeInt = 0
-    """Steps between evaluations on held-out prompts (task.held_out), with one before the first step and one after the last; 0 for none. The best one's model is kept."""
+    """Steps between evaluations on held-out prompts (task.held_out), with one before the first step
+    and one after the last; 0 for none. The best one's model is kept."""
     eval_prompts: Rows = 200
     """Limit of prompts in an evaluation; each gets one greedy answer."""
     eval_patience: NonNegativeInt = 0
-    """Consecutive evaluations without a better mean score after which the run ends; 0 never ends it early."""
+    """Consecutive evaluations without a better mean score after which the run ends; 0 never ends it
+    early."""
 
     @property
     def checkpoints(self) -> bool:

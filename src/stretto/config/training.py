@@ -1,4 +1,5 @@
-"""Settings of training: the optimizer, the learner, actor-critic pipelines, and supervised training."""
+"""Settings of training: the optimizer, the learner, actor-critic pipelines, and supervised
+training."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class OptimizerConfig(Section):
     optim: Literal["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"] = (
         "adamw_torch_fused"
     )
-    """Optimizer, by transformers' names. All but the default are bitsandbytes' (extra bitsandbytes), for learners in one process. 8bit: moments in 8 bits, a quarter of the memory. paged: moments move to the host's memory if a GPU's is full."""
+    """Optimizer, by transformers' names. All but the default are bitsandbytes' (extra
+    bitsandbytes), for learners in one process. 8bit: moments in 8 bits, a quarter of the memory.
+    paged: moments move to the host's memory if a GPU's is full."""
     lr: Positive = 3e-6
     """Peak learning rate (of the actor)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -49,7 +52,8 @@ class OptimizerConfig(Section):
     epochs: PositiveInt = 1
     """Passes over a batch; in supervised training, over the data."""
     microbatch_tokens: NonNegativeInt = 0
-    """Tokens (including padding) in one pass of a training or scoring model; no effect on the gradient. 0 takes 1,024 on a CPU, and on a GPU up to 16,384 as the memory plan allows."""
+    """Tokens (including padding) in one pass of a training or scoring model; no effect on the
+    gradient. 0 takes 1,024 on a CPU, and on a GPU up to 16,384 as the memory plan allows."""
 
 
 def token_budget(setting: int, device: object) -> int:
@@ -69,7 +73,9 @@ class TrainingConfig(OptimizerConfig):
     minibatches: PositiveInt = 1
     """Optimizer updates in one pass."""
     ratio_tolerance: NonNegative = 0.0
-    """Largest root mean square difference between the log-probs of engine and learner, on responses of the same weights. 0 measures the effect of rounding at the start, and allows twice that (docs/ppo.md)."""
+    """Largest root mean square difference between the log-probs of engine and learner, on responses
+    of the same weights. 0 measures the effect of rounding at the start, and allows twice that
+    (docs/ppo.md)."""
 
     @property
     def updates(self) -> int:
@@ -80,17 +86,23 @@ class PipelineConfig(Section):
     """Training of actor and critic in this process, or cut into stages on several ranks."""
 
     ranks: WorkersOrAuto = 0
-    """Processes that train, each with a stage of the actor and one of the critic, on CPUs (sharing their threads) or a GPU each; 0 trains in this process."""
+    """Processes that train, each with a stage of the actor and one of the critic, on CPUs (sharing
+    their threads) or a GPU each; 0 trains in this process."""
     actor_stages: WorkersOrAuto = 0
-    """Pipeline stages of the actor; divides ranks, which hold ranks / actor_stages pipelines of it (data parallelism). 0 takes as many as ranks."""
+    """Pipeline stages of the actor; divides ranks, which hold ranks / actor_stages pipelines of it
+    (data parallelism). 0 takes as many as ranks."""
     critic_stages: WorkersOrAuto = 0
     """Pipeline stages of the critic, by the same rule."""
     schedule: Literal["fused", "serial"] = "fused"
-    """fused: both models at once, in opposite directions, so that each fills the other's bubbles, by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
+    """fused: both models at once, in opposite directions, so that each fills the other's bubbles,
+    by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
     micro_batches: NonNegativeInt = 0
-    """Micro-batches of a mini-batch, over all pipelines; fewer if responses were dropped and too few are left. 0 follows training.microbatch_tokens, rounded up until every pipeline gets the same number, or down if a mini-batch has too few responses for that."""
+    """Micro-batches of a mini-batch, over all pipelines; fewer if responses were dropped and too
+    few are left. 0 follows training.microbatch_tokens, rounded up until every pipeline gets the
+    same number, or down if a mini-batch has too few responses for that."""
     seconds: Seconds = 2.0
-    """Time limit of a search for a fused schedule, in seconds. Searches run for each new number of micro-batches, and again once latencies are measured."""
+    """Time limit of a search for a fused schedule, in seconds. Searches run for each new number of
+    micro-batches, and again once latencies are measured."""
 
     def stages(self, model: Trained) -> int:
         return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
@@ -138,21 +150,27 @@ class RowsConfig(Section):
     """Rows of a file or of the hub, and how they become tokens."""
 
     name: str = ""
-    """A file (.jsonl, .json, .csv, also with .gz; .parquet), a folder of such files or of save_to_disk, or a hub dataset."""
+    """A file (.jsonl, .json, .csv, also with .gz; .parquet), a folder of such files or of
+    save_to_disk, or a hub dataset."""
     split: str = "train"
     """Split of a hub dataset, or of a folder."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of the rows, rounded up, used for measurement instead of training; rows with one prompt stay together. 0 holds none out."""
+    """Share of the rows, rounded up, used for measurement instead of training; rows with one prompt
+    stay together. 0 holds none out."""
     max_tokens: PositiveInt = 1024
     """Longer sequences, including the prompt, are skipped, counted and reported."""
     on_error: Literal["stop", "drop"] = "stop"
-    """Reaction to an unusable row (empty, malformed, two equal sides). stop: end the run. drop: skip it and report the number."""
+    """Reaction to an unusable row (empty, malformed, two equal sides). stop: end the run. drop:
+    skip it and report the number."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Apply the tokenizer's chat template to text. auto: if the tokenizer has one, but not for pairs without a prompt column, whose texts are taken unchanged."""
+    """Apply the tokenizer's chat template to text. auto: if the tokenizer has one, but not for
+    pairs without a prompt column, whose texts are taken unchanged."""
     template_arguments: TemplateArguments = {}
-    """Arguments of the chat template for every conversation, for example { enable_thinking = false }. A row's own, in the column chat_template_kwargs, take precedence. That is also an alias of this setting."""
+    """Arguments of the chat template for every conversation, for example { enable_thinking = false
+    }. A row's own, in the column chat_template_kwargs, take precedence. That is also an alias of
+    this setting."""
     system: str = ""
     """System message put before the prompt; text prompts then become conversations."""
 
@@ -168,7 +186,9 @@ class DemonstrationsConfig(RowsConfig):
     """Demonstrations for supervised fine-tuning."""
 
     messages_column: str = "messages"
-    """Column with conversations, whose assistant turns are all trained on. If the data lacks it, or with '', the next two columns are read. If all three are the defaults, 'conversations', 'instruction' and 'output', or 'text' also work."""
+    """Column with conversations, whose assistant turns are all trained on. If the data lacks it, or
+    with '', the next two columns are read. If all three are the defaults, 'conversations',
+    'instruction' and 'output', or 'text' also work."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: str = "completion"
@@ -179,9 +199,12 @@ class PairsConfig(RowsConfig):
     """Pairs of responses for a reward model."""
 
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the pairs, rounded up, used for measurement instead of training; pairs with one prompt stay together. 0 holds none out."""
+    """Share of the pairs, rounded up, used for measurement instead of training; pairs with one
+    prompt stay together. 0 holds none out."""
     prompt_column: str = "prompt"
-    """Column with the prompt: text or messages. If the data lacks it, the two sides must begin alike: the messages, turns or words that they share are the prompt. With '', no column is read."""
+    """Column with the prompt: text or messages. If the data lacks it, the two sides must begin
+    alike: the messages, turns or words that they share are the prompt. With '', no column is
+    read."""
     chosen_column: str = "chosen"
     """Column with the preferred response: text or messages."""
     rejected_column: str = "rejected"
@@ -211,14 +234,16 @@ class SupervisedConfig(Section):
     threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     measure_every: NonNegativeInt = 0
-    """Updates between measurements on the held-out part; 0 measures only at the start and at the end."""
+    """Updates between measurements on the held-out part; 0 measures only at the start and at the
+    end."""
     model: ModelConfig = ModelConfig()
     data: RowsConfig = RowsConfig()
     training: SupervisedTrainingConfig = SupervisedTrainingConfig()
     observe: ObserveConfig = ObserveConfig()
 
     def rules(self, broken: Rules) -> None:
-        """Check that only one setting determines the length of training, and that all have an effect."""
+        """Check that only one setting determines the length of training, and that all have an
+        effect."""
         broken["steps-and-epochs"] = (self.steps and self.training.epochs != 1) and (
             f"steps = {self.steps} and training.epochs = {self.training.epochs} both say how "
             "long to train; set one of them (steps = 0 takes whole epochs)"
@@ -234,7 +259,8 @@ class SftConfig(SupervisedConfig):
     """All settings of supervised fine-tuning."""
 
     packing: bool = False
-    """Pack several sequences into one row of up to data.max_tokens, without attention between them: less padding, for GPUs (on a CPU it costs more than it saves). No effect on the gradient."""
+    """Pack several sequences into one row of up to data.max_tokens, without attention between them:
+    less padding, for GPUs (on a CPU it costs more than it saves). No effect on the gradient."""
     data: DemonstrationsConfig = DemonstrationsConfig()
 
 
@@ -242,5 +268,6 @@ class RewardModelConfig(SupervisedConfig):
     """All settings of reward model training."""
 
     center_coef: NonNegative = 0.01
-    """Weight of (r_chosen + r_rejected)^2 in the loss, which keeps rewards around zero; 0 is off."""
+    """Weight of (r_chosen + r_rejected)^2 in the loss, which keeps rewards around zero; 0 is
+    off."""
     data: PairsConfig = PairsConfig()

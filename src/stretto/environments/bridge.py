@@ -115,7 +115,9 @@ class Bridge:
             ConfigError: there is no chat template, it refuses a plain conversation, or the format
                 of its calls is not supported (code ``unknown-call-format``).
         """
-        self._encoder, self._tools, self._stop = encoder, tuple(tools), tuple(stop)
+        self._encoder = encoder
+        self._tools = tuple(tools)
+        self._stop = tuple(stop)
         self._end_tokens, reads_calls = end_tokens, bool(tools) and self._reads_calls
         self._shape = Shape(encoder, reads_calls=reads_calls, arguments=arguments)
         self._others: dict[str, Bridge] = {}
@@ -129,8 +131,9 @@ class Bridge:
         self._opens_reasoning = self._header.rstrip().endswith(THINK)
         self._broken: set[_Case] = set()
         self.breaks_before: dict[str, str] = {}
-        for role in ("tool", "user") if tools else ("user",):
-            self._prove(role)
+        if tools:
+            self._prove("tool")
+        self._prove("user")
 
     def of(self, arguments: Mapping[str, Any]) -> Bridge:
         """Return the bridge for a row's template arguments. TaskError if it does not work with
@@ -328,7 +331,8 @@ class Bridge:
 
     def _prove(self, role: str) -> None:
         why = dict[_Case, str]()
-        for system in (False, True) if self._shape.takes_system else (False,):
+        systems = (False, True) if self._shape.takes_system else (False,)
+        for system in systems:
             for reasoned in (False, True):
                 case = _Case(role, reasoned, system)
                 if broken := self._why_broken(case):

@@ -114,7 +114,9 @@ class EnvironmentProcess:
     def _start(self) -> None:
         process = start_child("stretto.environments.worker")
         with self._lock:
-            self._process, self._waiting, self._outbox = process, {}, SimpleQueue()
+            self._process = process
+            self._waiting = {}
+            self._outbox = SimpleQueue()
             self._kill = weakref.finalize(self, end, process)
         self.starts += 1
         me = weakref.ref(self)
@@ -170,7 +172,9 @@ class EnvironmentProcess:
     def _end(self, how: str, patience_s: float = 0.0) -> None:
         """Kill the process and its children, unless it exits in time. Open requests fail."""
         with self._lock:
-            process, self._process, kill_it = self._process, None, self._kill
+            process = self._process
+            self._process = None
+            kill_it = self._kill
             waiting, self._waiting = self._waiting, {}
             self._outbox.put(None)
         try:

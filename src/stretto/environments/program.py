@@ -85,7 +85,9 @@ class ProgramEnvironment:
     def __init__(
         self, runner: ProgramRunner, sessions: Sessions, server: Server, config: EnvironmentConfig
     ) -> None:
-        self._runner, self._sessions, self._config = runner, sessions, config
+        self._runner = runner
+        self._sessions = sessions
+        self._config = config
         self._server = server
         self._episodes: dict[int, _Episode] = {}
 

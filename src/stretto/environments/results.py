@@ -175,7 +175,9 @@ def read_result(result: Any) -> tuple[Any, float | None, Any]:
         first, second, third = result
         number = second is None or (isinstance(second, int | float) and second is not True)
         if _is_response(first) or (number and isinstance(third, Mapping)):
-            result, reward, metrics = first, None if second is None else as_number(second), third
+            result = first
+            reward = None if second is None else as_number(second)
+            metrics = third
     return (result.text or "") if _is_response(result) else result, reward, metrics
 
 

@@ -94,7 +94,9 @@ class EnvironmentRole:
         max_prompt_tokens: int,
         judges: Sequence[FunctionScorer] = (),
     ) -> None:
-        self._config, self._places, self._bridge = config, places, bridge
+        self._config = config
+        self._places = places
+        self._bridge = bridge
         self._encoder, self._max_prompt_tokens = encoder, max_prompt_tokens
         self._judges = judges
         self._episodes: dict[int, _Live] = {}

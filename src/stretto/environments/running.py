@@ -68,7 +68,9 @@ class Runner:
         worn: Callable[[], object],
         most_lost: int | None = None,
     ) -> None:
-        self.parallel, self.timeout_s, self._worn = parallel, timeout_s, worn
+        self.parallel = parallel
+        self.timeout_s = timeout_s
+        self._worn = worn
         self._most_lost = most_lost or parallel
         self._places, self._lost = Semaphore(parallel), 0
         self._own: dict[int, tuple[object, Semaphore]] = {}

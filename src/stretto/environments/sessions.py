@@ -44,7 +44,9 @@ class Bridges:
     """Bridges of a chat template, made on first use: one with tools and one without."""
 
     def __init__(self, encoder: Encoder, ends: frozenset[int], stop: Sequence[str] = ()) -> None:
-        self._encoder, self._ends, self._stop = encoder, ends, stop
+        self._encoder = encoder
+        self._ends = ends
+        self._stop = stop
         self._made: dict[bool, Bridge] = {}
 
     def of(
@@ -97,7 +99,9 @@ class Asked:
     def __init__(
         self, session: Session, tokens: tuple[int, ...], most: int, stop: tuple[str, ...]
     ) -> None:
-        self.tokens, self.most, self.stop = tokens, most, stop
+        self.tokens = tokens
+        self.most = most
+        self.stop = stop
         self.is_open = True
         self._session = session
         self._answer: asyncio.Future[Chunk] = asyncio.get_running_loop().create_future()
@@ -139,7 +143,9 @@ class _Known:
     def __init__(
         self, messages: Sequence[str], tools: str, tokens: tuple[int, ...], after_turn: bool
     ) -> None:
-        self.messages, self.tools, self.tokens = list(messages), tools, tokens
+        self.messages = list(messages)
+        self.tools = tools
+        self.tokens = tokens
         self.after_turn = after_turn
 
     def rest_of(self, messages: Sequence[str], tools: str) -> int | None:
@@ -184,8 +190,12 @@ class Session:
         self.answers: list[str] = []
         self.most = 1
         self.stop = limits.stop
-        self.limit, self.turns, self._refused = "", 0, False
-        self._asked_prompt, self._bridges, self._encoder = response.prompt, bridges, encoder
+        self.limit = ""
+        self.turns = 0
+        self._refused = False
+        self._asked_prompt = response.prompt
+        self._bridges = bridges
+        self._encoder = encoder
         self._limits, self.note = limits, note
         self._arguments = arguments_in(response.prompt.data)
         self._standing: dict[int, tuple[int, ...]] = {}
@@ -247,7 +257,9 @@ class Session:
         turn: Sequence[int],
     ) -> None:
         """Remember a turn with its message, as the program received it."""
-        keys, shown, before = [_key(m) for m in messages], _canonical(list(tools)), tuple(tokens)
+        keys = [_key(m) for m in messages]
+        shown = _canonical(list(tools))
+        before = tuple(tokens)
         after = _Known([*keys, _key(message)], shown, (*before, *turn), True)
         self._known += [_Known(keys, shown, before, False), after]
 
@@ -439,7 +451,9 @@ class Sessions:
     ) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self.base_url = ""
-        self.bridges, self._encoder, self._limits = bridges, encoder, limits
+        self.bridges = bridges
+        self._encoder = encoder
+        self._limits = limits
         self._by_key: dict[str, Session] = {}
         self._say, self._noted = say, set[str]()
 

@@ -326,7 +326,9 @@ class _Functions(Episode):
         run: Runner,
         results: Results,
     ) -> None:
-        self._tools, self._verl, self._row = tools, verl, row
+        self._tools = tools
+        self._verl = verl
+        self._row = row
         self._run, self._results = run, results
         self._instances: dict[str, str] = {}
 
@@ -361,7 +363,9 @@ class _Pool:
     """
 
     def __init__(self, name: str, factory: Callable[[], Any], kind: type, run: Runner) -> None:
-        self._factory, self._kind, self._run = factory, kind, run
+        self._factory = factory
+        self._kind = kind
+        self._run = run
         self._idle: list[Home] = getattr(factory, "first", [])
         self._places = asyncio.Semaphore(getattr(factory, "most", 0) or sys.maxsize)
         thread = run.thread_for(kind)
@@ -402,7 +406,9 @@ class _Trl(Episode):
     """A TRL environment, reset with the row's columns. A turn without calls ends the episode."""
 
     def __init__(self, pool: _Pool, row: Row, run: Runner) -> None:
-        self._pool, self._row, self._run = pool, row, run
+        self._pool = pool
+        self._row = row
+        self._run = run
         self._tools: ToolSet | None = None
 
     async def open(self, messages: Sequence[Row]) -> Opening:
@@ -464,7 +470,9 @@ class _Made(Episode):
     """An environment made for one episode and closed after it."""
 
     def __init__(self, factory: Any, row: Row, run: Runner, settings: Row) -> None:
-        self._factory, self._row, self._run = factory, row, run
+        self._factory = factory
+        self._row = row
+        self._run = run
         self._settings = settings
 
     async def _make(self) -> Any:
@@ -493,7 +501,9 @@ class _Made(Episode):
 
     async def close(self) -> None:
         environment, close = self.environment, getattr(self.environment, "close", None)
-        thread, self.environment, self.thread = self.thread, None, None
+        thread = self.thread
+        self.environment = None
+        self.thread = None
         if environment is not None and callable(close):
             free = thread if thread and not thread.hangs else None
             await self._run(close, environment, free)

@@ -18,7 +18,9 @@ from stretto.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 
-_NAME, _ARGUMENTS, _RESULT = "made_up_tool", {"made_up_key": "made up value"}, "made up result"
+_NAME = "made_up_tool"
+_ARGUMENTS = {"made_up_key": "made up value"}
+_RESULT = "made up result"
 _CALL_ID = "madeup001"  # nine letters and digits, because Mistral's templates demand it
 QUESTION = Message(role="user", content="made up question")
 _TOOL = {
@@ -76,7 +78,9 @@ class Shape:
         self.writes_tools = _NAME in self._shown([QUESTION], tools=[_TOOL])
         system = Message(role="system", content=_RESULT)
         self.takes_system = _RESULT in self._shown([system, QUESTION])
-        self.form, self.writes_calls, self.text_beside_calls = HERMES, True, True
+        self.form = HERMES
+        self.writes_calls = True
+        self.text_beside_calls = True
         self.tool_role = any(
             _RESULT in self._shown([QUESTION, turn, made_up("tool")])
             for turn in (_called(), _said())

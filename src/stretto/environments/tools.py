@@ -79,7 +79,9 @@ class ToolSet:
         of: object = None,
         thread: ObjectThread | None = None,
     ) -> None:
-        self._tools, self._run, self._results = tools, run, results
+        self._tools = tools
+        self._run = run
+        self._results = results
         self._of, self._thread = of, thread
 
     async def answer(

@@ -170,7 +170,9 @@ class _Episodes:
     """The episodes in progress."""
 
     def __init__(self, engine: Engine, environment: Environment, sampling: Sampling) -> None:
-        self._engine, self._environment, self._sampling = engine, environment, sampling
+        self._engine = engine
+        self._environment = environment
+        self._sampling = sampling
         self._samples: dict[int, list[Rollout]] = {}  # by episode
         self._logs: dict[int, list[Observation]] = {}
         self.decoding: dict[int, Rollout] = {}

@@ -138,7 +138,9 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
             "OPENAI_API_KEY, or name another endpoint with `judge_url`",
             "judge-without-key",
         )
-    key, url, limit_s = key or "none", judge.url or None, judge.timeout_s
+    key = key or "none"
+    url = judge.url or None
+    limit_s = judge.timeout_s
     client = AsyncOpenAI(api_key=key, base_url=url, max_retries=RETRIES, timeout=limit_s)
     return partial(_judge, judge, client)
 

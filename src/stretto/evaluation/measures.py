@@ -22,6 +22,7 @@ from stretto.assembly.environments import open_environment
 from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import ANSWERS_FROM, open_prompts
 from stretto.assembly.roles import RoleFactory
+from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT, Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.sections import reward_source
 from stretto.config.training import token_budget
@@ -219,7 +220,9 @@ def measure(
         )
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     read = measured_on(config).with_model(policy)
-    r, trust, limit = read.rollout, read.model.trust_remote_code, read.training.microbatch_tokens
+    r = read.rollout
+    trust = read.model.trust_remote_code
+    limit = read.training.microbatch_tokens
     with ExitStack() as stack:
         prepare_torch(read.seed, read.threads)
         source = open_prompts(read, NO_OVERRIDES, on_stderr)
@@ -389,7 +392,9 @@ def open_held_out(
 
     Raises TaskError as :func:`questions`.
     """
-    read, source, verifier = measured_on(config), training, None
+    read = measured_on(config)
+    source = training
+    verifier = None
     if read is not config:
         task = None if config.task.held_out_rows else overrides.task
         own = replace(overrides, tokenizer=training.tokenizer, task=task, opened=None)
@@ -428,10 +433,16 @@ def questions(
         training: the training prompts, if they are open.
     """
     task, rows = source.config, len(source.task)
-    limit, share, procedural = task.max_prompt_tokens, task.held_out_share, task.is_procedural
-    prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
+    limit = task.max_prompt_tokens
+    share = task.held_out_share
+    procedural = task.is_procedural
+    prompts = list[Prompt]()
+    contents = list[str]()
+    too_long = list[int]()
     refused = list[TaskError]()
-    known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
+    known = set[str]()
+    found_at = 0
+    patience = PATIENCE / (share or 1)
     for place in range(rows):
         if len(prompts) == count or (procedural and place - found_at > patience):
             break
@@ -468,7 +479,7 @@ def questions(
         if not trained.task.name:
             raise TaskError("the settings name no rows to train on")
         training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
-        drawn = islice(training.ids(), -(-responses // r.samples_per_prompt))
+        drawn = islice(training.ids(), ceil_div(responses, r.samples_per_prompt))
         warmed_up = islice(training.ids(backwards=True), trained.warmup_examples)
         seen = {content(training.row_by_id(i)) for i in chain(drawn, warmed_up)}
     except TaskError as error:

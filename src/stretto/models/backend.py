@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from stretto.models.devices import Backend
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
+_ARENA_MAX = -8
 """Option numbers of glibc's mallopt(3)."""
 
 SPIN_TURNS = 2_000

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from stretto.bounds import ceil_div
 from stretto.errors import EngineError, first_line
 from stretto.models.forward import backbone, pad_right, plain_states
 from stretto.models.forward import positions as positions_of
@@ -322,7 +323,9 @@ class SlotCache(Cache):
                 starts at position 0 (attention is then within the pass).
             read: attend to positions up to this one, exclusive.
         """
-        self._rows, self._positions, self._read = rows, positions, read
+        self._rows = rows
+        self._positions = positions
+        self._read = read
         if positions is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(rows.start, rows.stop, device=positions.device)
@@ -390,4 +393,4 @@ class SlotCache(Cache):
 
 
 def _grained(positions: int) -> int:
-    return -(-positions // GRAIN) * GRAIN
+    return ceil_div(positions, GRAIN) * GRAIN

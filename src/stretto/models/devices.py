@@ -413,7 +413,9 @@ class PackedLinears(ReplacedForwards):
 
 
 def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight, bias, width = layer.weight, layer.bias, layer.in_features
+    weight = layer.weight
+    bias = layer.bias
+    width = layer.in_features
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MOST_ROWS)
 
     def forward(x: Tensor) -> Tensor:
@@ -425,7 +427,9 @@ def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-ROWS, INNER, OUTER = 256, 768, 3072
+ROWS = 256
+INNER = 768
+OUTER = 3072
 """Sizes of the product: a micro-batch's tokens, a small model's hidden size and 4 times that."""
 REPEATS = 6
 """Products of each type, in turn; the fastest counts, as the others were disturbed."""

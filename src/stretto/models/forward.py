@@ -83,7 +83,9 @@ def freeze_unread(model: nn.Module) -> None:
 def output_head(model: nn.Module) -> OutputHead:
     """Return the head of a causal LM as tensors and factors, if it alone makes the logits."""
     lm = unwrapped(model)
-    kind, linear, config = type(lm).__name__, lm.get_output_embeddings(), text_config(lm)
+    kind = type(lm).__name__
+    linear = lm.get_output_embeddings()
+    config = text_config(lm)
     if linear is None or linear.weight.ndim != 2:
         raise ModelError(f"{kind} has no linear output head; use a causal LM", "no-linear-head")
     if hasattr(linear, "base_layer"):

@@ -44,7 +44,9 @@ _INDEX = "model.safetensors.index.json"
 
 WHOLE = 64 << 20
 """Files up to this many bytes are read completely for their fingerprint."""
-HEAD, BLOCKS, BLOCK = 1 << 20, 64, 16 << 10
+HEAD = 1 << 20
+BLOCKS = 64
+BLOCK = 16 << 10
 """For longer files: bytes read at the start, then number and size of blocks spread over the rest.
 """
 

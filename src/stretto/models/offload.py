@@ -116,7 +116,9 @@ class OffloadedTensors:
     def __init__(
         self, owner: str, find: Callable[[], Iterable[Tensor]], copies: CopyStream
     ) -> None:
-        self.copies, self._owner, self._find = copies, owner, find
+        self.copies = copies
+        self._owner = owner
+        self._find = find
         self._buffers: list[_SharedBuffer] = []
         self._copies: list[Future[None]] = []
         self._state: Literal["here", "coming", "away"] = "here"

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stretto.bounds import ceil_div
+
 Places = npt.NDArray[np.int64]
 
 Bounds = tuple[tuple[int, int], ...]
@@ -72,7 +74,7 @@ class ShardLayout:
             found[full.dim] = (column * size, (column + 1) * size)
         if full.by_rows and found:
             start, end = found[0]
-            each = -(-(end - start) // self.fsdp)  # like torch.chunk
+            each = ceil_div(end - start, self.fsdp)  # like torch.chunk
             found[0] = (min(start + row * each, end), min(start + (row + 1) * each, end))
         return tuple(found)
 

@@ -25,7 +25,9 @@ from stretto.models.mapped import final, final_dtype
 from stretto.models.shapes import undivided
 from stretto.models.shards import FullParameter
 
-BY_OUTPUTS, BY_INPUTS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+BY_OUTPUTS = "colwise"
+BY_INPUTS = "rowwise"
+OF_HEADS = "replicated_with_grad_allreduce"
 """Entries of transformers' plans: layers cut by outputs, by inputs, and norms of single heads."""
 
 REMEDY = "set tp = 1, and fsdp for the learner"

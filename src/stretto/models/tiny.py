@@ -10,7 +10,9 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_PAD, _BOS, _EOS = 256, 257, 258
+_PAD = 256
+_BOS = 257
+_EOS = 258
 _END = 260
 
 _CHAT = (

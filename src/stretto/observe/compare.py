@@ -167,7 +167,9 @@ class _Figure:
         return find(_known(values)) if self.of_target else None
 
     def lines(self, columns: Sequence[Values]) -> list[list[str]]:
-        means, ranges, intervals = list[str](), list[str](), list[str]()
+        means = list[str]()
+        ranges = list[str]()
+        intervals = list[str]()
         average = geometric_mean if self.of_target and self.over else fmean
         missing = "not reached" if self.of_target and not self.over else "-"
         for values in columns:

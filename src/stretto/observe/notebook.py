@@ -14,7 +14,9 @@ CURVES = (
     *("train/loss", "train/accuracy", "held_out/loss", "held_out/accuracy"),
 )
 """Metrics that are drawn if a run has them."""
-WIDTH, HEIGHT, MARGIN = 220, 70, 4
+WIDTH = 220
+HEIGHT = 70
+MARGIN = 4
 
 
 def html_of(

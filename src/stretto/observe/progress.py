@@ -33,7 +33,9 @@ class WorkProgress:
     def __init__(
         self, what: str, total: int = 0, clock: Clock | None = None, limit_s: float = inf
     ) -> None:
-        self.what, self.total, self.done = what, total, 0
+        self.what = what
+        self.total = total
+        self.done = 0
         self._limit_s = limit_s
         self._clock = clock or RealClock()
         self._since_s = self._clock.now()
@@ -115,7 +117,9 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
     followed by notes on settings with surprising effects."""
     remarks = config.remarks if isinstance(config, Config) else ()
     if isinstance(config, Config):
-        rollout, schedule, training = config.rollout, config.schedule, config.training
+        rollout = config.rollout
+        schedule = config.schedule
+        training = config.training
         prompts = rollout.batch // rollout.samples_per_prompt
         rewards = ", ".join(short_name(source) for source in config.reward.sources)
         what = f"{config.algorithm.name} with {config.model.name}"

@@ -114,8 +114,9 @@ class Recorder(ExitStack):
                 )
         self._progress.step(step, self._total, stats, kept)
         batch = [r for r in rollouts if r.id in rewards]
-        for text in self._remarks.of(step, batch, rewards) if self._remarks and batch else ():
-            self.note(text)
+        if self._remarks and batch:
+            for text in self._remarks.of(step, batch, rewards):
+                self.note(text)
 
     def where_time_went(self) -> str:
         return self._time_sheet.table()

@@ -44,7 +44,9 @@ class Growing:
         with self._file.open("rb") as stream:
             found = os.fstat(stream.fileno())
             if found.st_ino != self._inode or found.st_size < self._size:
-                self._records, self._inode, self._size = [], found.st_ino, 0
+                self._records = []
+                self._inode = found.st_ino
+                self._size = 0
             stream.seek(self._size)
             lines = files.whole_lines(stream.read())
         self._records += [_record(line, self._file) for line in lines]

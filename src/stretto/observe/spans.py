@@ -84,7 +84,9 @@ class Spans:
         devices: Mapping[str, str] = MappingProxyType({}),
         processes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._clock, self._devices, self._processes = clock, devices, processes
+        self._clock = clock
+        self._devices = devices
+        self._processes = processes
         self._lock = threading.Lock()
         self._records: list[Span] = []
         self._open: dict[int, Span] = {}

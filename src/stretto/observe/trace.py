@@ -47,7 +47,10 @@ COUNTED = (
 Event = dict[str, Any]
 
 _DRIVER = 1
-_LEARNER_TRACK, _SCORER_TRACK, _ENVIRONMENT_TRACK, _STEP_TRACK = 1_000_000, 100_000, 50_000, 0
+_LEARNER_TRACK = 1_000_000
+_SCORER_TRACK = 100_000
+_ENVIRONMENT_TRACK = 50_000
+_STEP_TRACK = 0
 _NEXT_LANE = 2_000_000  # between numbers of a role's tracks, which sort as one
 _STEP = "step"
 _STEP_MARK = b'"cat": "step"'
@@ -133,7 +136,9 @@ class TraceFile:
     def rewind(self, step: int) -> None:
         """Drop events after step ``step``, and unfinished ones left by a crash. Raises StorageError
         if the file cannot be written. A damaged file is renamed."""
-        self._tracks, self._rollouts, self._lanes = None, _Rollouts(), Lanes()
+        self._tracks = None
+        self._rollouts = _Rollouts()
+        self._lanes = Lanes()
         self._role_lanes = RoleLanes()
         if not self.path.exists():
             return

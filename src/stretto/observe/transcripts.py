@@ -59,7 +59,9 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
 
 def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
     """Return each turn's sampled tokens, its answer's tokens, and the seconds until the answer."""
-    given, found, start = answers(rollout), list[dict[str, Any]](), 0
+    given = answers(rollout)
+    found = list[dict[str, Any]]()
+    start = 0
     ends = rollout.turns
     for i, end in enumerate(ends):
         drawn = end - start - _context(rollout, start, end)
@@ -106,7 +108,9 @@ def _pieces(
     drawn = rollout.sampled
     turn_ends = set(rollout.turns)
     changes = {i for a, b in rollout.context for i in (a, b)} | turn_ends | {0, len(rollout)}
-    edges, found, turn = sorted(changes), list[Mapping[str, Any]](), 0
+    edges = sorted(changes)
+    found = list[Mapping[str, Any]]()
+    turn = 0
     for start, end in pairwise(edges):
         if drawn[start] and start and (start in turn_ends or not drawn[start - 1]):
             turn = sum(e <= start for e in rollout.turns)

@@ -80,8 +80,13 @@ def length_after(g: Graph, s: State, k: int) -> int:
     """Return the longest path through the tasks at places ``k`` and ``k + 1`` after a swap. The
     swap lengthens no other path (Taillard 1994) if it does not deadlock devices. So if this exceeds
     the current latency, it is the new latency."""
-    queue_of, offset, word_at, duration = g.queue_of, g.offset, g.word_at, g.duration
-    word, start, tail = s.word, s.start, s.tail
+    queue_of = g.queue_of
+    offset = g.offset
+    word_at = g.word_at
+    duration = g.duration
+    word = s.word
+    start = s.start
+    tail = s.tail
     first, second = word[k], word[k + 1]
     p, q = queue_of[first], queue_of[second]
     d = g.device[q]
@@ -119,7 +124,9 @@ def swap(g: Graph, s: State, k: int) -> bool:
     is impossible, because another path from one to the other would take time."""
     if not _reorder(g, s, k):
         return False
-    word, place, stale = s.word, s.place, s.stale
+    word = s.word
+    place = s.place
+    stale = s.stale
     first, second = word[k], word[k + 1]
     d = g.device[g.queue_of[first]]
     s.held[k + 1] = s.held[k] + g.memory[g.queue_of[second]]
@@ -140,8 +147,17 @@ def swap(g: Graph, s: State, k: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _reorder(g: Graph, s: State, k: int) -> bool:
-    queue_of, offset, before, device, word_at = g.queue_of, g.offset, g.before, g.device, g.word_at
-    word, place, order, rank, moved, old = s.word, s.place, s.order, s.rank, s.moved, s.old_order
+    queue_of = g.queue_of
+    offset = g.offset
+    before = g.before
+    device = g.device
+    word_at = g.word_at
+    word = s.word
+    place = s.place
+    order = s.order
+    rank = s.rank
+    moved = s.moved
+    old = s.old_order
     first, second = word[k], word[k + 1]
     low, high = rank[first], rank[second]
     for r in range(low, high + 1):
@@ -186,12 +202,22 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
 @njit(cache=True, nogil=True, inline="always")  # makes the step a constant
 def _renew(g: Graph, s: State, step: int, r: int, pending: int) -> None:
     """Recompute stale starts (``step`` 1) or tails (-1) and dependants, from rank ``r`` on."""
-    queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
+    queue_of = g.queue_of
+    offset = g.offset
+    device = g.device
+    word_at = g.word_at
     delay, duration = g.delay, g.duration
-    word, place, order, stale = s.word, s.place, s.order, s.stale
-    values, earlier, later = s.start, g.before, g.after
+    word = s.word
+    place = s.place
+    order = s.order
+    stale = s.stale
+    values = s.start
+    earlier = g.before
+    later = g.after
     if step < 0:
-        values, earlier, later = s.tail, g.after, g.before
+        values = s.tail
+        earlier = g.after
+        later = g.before
     while pending:
         task = order[r]
         r += step
@@ -228,9 +254,16 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
     walked from the end, choosing randomly if two ways lead on. A *block* is an unbroken part of it
     on one device. Swaps inside a block cannot shorten the schedule, but swaps at its edges (first
     and last) can. Returns the numbers of pairs and of edges."""
-    queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
-    before, delay, duration = g.before, g.delay, g.duration
-    word, place, start = s.word, s.place, s.start
+    queue_of = g.queue_of
+    offset = g.offset
+    device = g.device
+    word_at = g.word_at
+    before = g.before
+    delay = g.delay
+    duration = g.duration
+    word = s.word
+    place = s.place
+    start = s.start
     task, ends = -1, 0
     for d in range(word_at.size - 1):
         last = word[word_at[d + 1] - 1]
@@ -238,7 +271,9 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
             ends += 1
             if np.random.randint(ends) == 0:
                 task = last
-    count, block, at_edges = 0, 0, 0
+    count = 0
+    block = 0
+    at_edges = 0
     while start[task] > 0:
         q = queue_of[task]
         p = place[task]
@@ -287,7 +322,10 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
     """Draw the place of a swap that may reduce memory over the capacity, or -1. It delays a forward
     before that place, or advances a backward after it. It mostly draws the nearest, but also more
     distant ones, because the nearest pair may have to stay in order."""
-    word, held, queue_of, kind = s.word, s.held, g.queue_of, g.kind
+    word = s.word
+    held = s.held
+    queue_of = g.queue_of
+    kind = g.kind
     for _ in range(20):
         k = np.random.randint(1, word.size)
         if held[k] <= capacity:
@@ -331,7 +369,9 @@ def anneal_swaps(
     a target latency. ``best`` is the shortest latency within the capacity so far. An equal or
     shorter one goes to ``best_word``. Returns the shortest latency."""
     np.random.seed(seed)
-    moves, unit, held = cooling.moves, cooling.unit, s.held
+    moves = cooling.moves
+    unit = cooling.unit
+    held = s.held
     latency, excess = latency_of(g, s.word, s.start), excess_of(s, capacity, unit)
     pairs = np.empty(s.word.size, np.int64)
     edges = np.empty(2 * s.word.size, np.int64)
@@ -357,7 +397,7 @@ def anneal_swaps(
         if k < 0 or not may_swap(g, s, k):
             continue
         over = held[k] + g.memory[g.queue_of[s.word[k + 1]]] - capacity
-        more = -(-max(0, over) // unit) + (capacity - max(capacity, held[k + 1])) // unit
+        more = (max(0, over) + unit - 1) // unit + (capacity - max(capacity, held[k + 1])) // unit
         price = cooling.soft * math.exp(rising * move)
         worse = -cooling.hot * math.exp(falling * move) * math.log(np.random.random())
         at_most = latency + worse - price * more

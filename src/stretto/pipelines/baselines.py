@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from stretto.bounds import ceil_div
 from stretto.pipelines.graph import earliest_starts, latency_of, make_graph
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule
@@ -61,7 +62,7 @@ def one_f_one_b_plus(problem: Problem) -> Baseline | None:
         ModelPipelines(
             stages=model.stages // 2,
             pipelines=model.pipelines * 2,
-            micro_batches=-(-model.micro_batches // 2),
+            micro_batches=ceil_div(model.micro_batches, 2),
             forward=_by_two(model.forward),
             backward=_by_two(model.backward),
             activation=_by_two(model.activation),

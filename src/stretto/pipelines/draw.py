@@ -19,7 +19,12 @@ from stretto.pipelines.sizes import Units
 KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
 _COLOURS = ("#4477aa", "#8fb4d9", "#cc6677", "#e8b0b8")
 """Colours of the kinds: tints of Paul Tol's schemes (2021)."""
-_WIDTH, _LEFT, _RIGHT, _LANE, _BAR, _CURVE = 1000, 64, 24, 20, 17, 150
+_WIDTH = 1000
+_LEFT = 64
+_RIGHT = 24
+_LANE = 20
+_BAR = 17
+_CURVE = 150
 _LABELLED = 11.0  # least pixels of a bar with its micro-batch's number
 
 

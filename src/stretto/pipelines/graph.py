@@ -72,7 +72,9 @@ class Graph(NamedTuple):
 def make_graph(problem: Problem) -> Graph:
     """Number the queues: pipeline after pipeline, stage after stage, forward before backward."""
     rows: list[list[int]] = []
-    scale, pipeline, offset = problem.memory_scale, 0, 0
+    scale = problem.memory_scale
+    pipeline = 0
+    offset = 0
     for is_critic, model in enumerate(problem.models):
         m, c = model.micro_batches, model.communication
         for copy, s in product(range(model.pipelines), range(model.stages)):
@@ -116,8 +118,14 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
     """Run every device through its word [T], each task as early as possible. Fills in the start of
     each task [T], by task number, and an order [T] in which each task follows all that it waits
     for. Returns the number of tasks that ran: all, unless devices deadlock."""
-    word_at, queue_of, offset, device = g.word_at, g.queue_of, g.offset, g.device
-    before, after, delay, duration = g.before, g.after, g.delay, g.duration
+    word_at = g.word_at
+    queue_of = g.queue_of
+    offset = g.offset
+    device = g.device
+    before = g.before
+    after = g.after
+    delay = g.delay
+    duration = g.duration
     devices = word_at.size - 1
     at = word_at[:-1].copy()
     free = np.zeros(devices, np.int64)
@@ -132,7 +140,9 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
         while at[d] < word_at[d + 1]:
             task = word[at[d]]
             q = queue_of[task]
-            i, b, begin = task - offset[q], before[q], free[d]
+            i = task - offset[q]
+            b = before[q]
+            begin = free[d]
             if b >= 0:
                 if done[b] <= i:
                     break
@@ -156,7 +166,9 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
 @njit(cache=True, nogil=True)
 def latency_of(g: Graph, word: Ints, start: Ints) -> int:
     """Return the end of the last task."""
-    word_at, queue_of, duration = g.word_at, g.queue_of, g.duration
+    word_at = g.word_at
+    queue_of = g.queue_of
+    duration = g.duration
     latest = 0
     for d in range(word_at.size - 1):
         task = word[word_at[d + 1] - 1]
@@ -167,7 +179,9 @@ def latency_of(g: Graph, word: Ints, start: Ints) -> int:
 @njit(cache=True, nogil=True)
 def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
     """Fill ``peaks`` [D] with each device's highest memory, and return the highest of all."""
-    word_at, queue_of, memory = g.word_at, g.queue_of, g.memory
+    word_at = g.word_at
+    queue_of = g.queue_of
+    memory = g.memory
     highest = 0
     for d in range(peaks.size):
         held = 0

@@ -48,8 +48,15 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     nothing can start, because both models are polite and the capacity does not hold one micro-batch
     of both.
     """
-    length, offset, duration, device = g.length, g.offset, g.duration, g.device
-    before, after, delay, memory, queues = g.before, g.after, g.delay, g.memory, g.queues
+    length = g.length
+    offset = g.offset
+    duration = g.duration
+    device = g.device
+    before = g.before
+    after = g.after
+    delay = g.delay
+    memory = g.memory
+    queues = g.queues
     window = rules.window
     devices = window.size
     free = np.zeros(devices, np.int64)
@@ -131,7 +138,11 @@ def _highest(
 def _admit(
     g: Graph, rules: Rules, capacity: int, d: int, held: int, done: Ints, fits: Flags
 ) -> None:
-    length, memory, mate, rival, kind = g.length, g.memory, g.mate, g.rival, g.kind
+    length = g.length
+    memory = g.memory
+    mate = g.mate
+    rival = g.rival
+    kind = g.kind
     queues = g.queues
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]
@@ -187,7 +198,9 @@ def anneal_rules(
     for r in range(rounds):
         if best <= target:
             break
-        bias, limit, window = rules.bias.copy(), rules.limit.copy(), rules.window.copy()
+        bias = rules.bias.copy()
+        limit = rules.limit.copy()
+        window = rules.window.copy()
         _mutate(g, rules, spread)
         new = decode(g, left + rules.bias[g.queue_of], rules, capacity, word, start)
         if new <= latency - hot * math.exp(falling * r) * math.log(np.random.random()):
@@ -196,5 +209,7 @@ def anneal_rules(
                 best = new
                 best_word[:] = word
         else:
-            rules.bias[:], rules.limit[:], rules.window[:] = bias, limit, window
+            rules.bias[:] = bias
+            rules.limit[:] = limit
+            rules.window[:] = window
     return best

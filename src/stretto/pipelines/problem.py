@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator
 
+from stretto.bounds import ceil_div
 from stretto.config.recipes import code_of
 from stretto.errors import ConfigError, RuleError, nearest
 
@@ -110,8 +111,8 @@ class ModelPipelines:
         return replace(
             self,
             stages=self.stages // by,
-            forward=tuple(-(-sum(self.forward[i : i + by]) // by) for i in groups),
-            backward=tuple(-(-sum(self.backward[i : i + by]) // by) for i in groups),
+            forward=tuple(ceil_div(sum(self.forward[i : i + by]), by) for i in groups),
+            backward=tuple(ceil_div(sum(self.backward[i : i + by]), by) for i in groups),
             activation=tuple(_mean_above(self.activation[i : i + by]) for i in groups),
         )
 

@@ -37,14 +37,18 @@ _COLD, _SOFT = 0.05, 0.3  # last temperature, and first price of memory, in mean
 NOTHING = 2**60  # larger than any latency
 _LISTED, _LISTED_ROUNDS = 64, 20
 """Short searches for rules before any annealing, and rounds of each."""
-_HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3, 0.6), (0.15, 0.2)
+_HOT = (1.0, 2.0)
+_WARM = (0.2, 0.3, 0.6)
+_MILD = (0.15, 0.2)
 """First temperatures, in mean durations of a task: for a new schedule, for one that must change
 much, and for one that is nearly right."""
 _NEARLY, _FAR = 1.03, 1.15
 """Multiples of the bound. Below the first, a schedule within the capacity is nearly right. Above
 the second, the capacity may be so tight that the bound is out of reach."""
 _DROP = 0.07  # initial distance of a cap below the peak, as a share
-_MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
+_MOVES_A_TASK = 500
+_MOST_MOVES_A_TASK = 2000
+_TRIES_A_LENGTH = 2
 """Swaps per task in the first tries and in the longest, and failures until they double."""
 _STUCK = 4  # failures after which more than one way is tried
 _HOTTER = (1.0, 3.0, 8.0)
@@ -83,7 +87,9 @@ class Incumbent:
         latency, peak = self.measure(word)
         if peak > self.capacity or (latency, peak) >= (self.latency, self.peak):
             return False
-        self.word, self.latency, self.peak = word.copy(), latency, peak
+        self.word = word.copy()
+        self.latency = latency
+        self.peak = peak
         seconds = time.monotonic() - self.begun
         self.trace.append(Improvement(seconds, latency, peak / self.problem.memory_scale))
         return True
@@ -224,7 +230,10 @@ class Descent:
     """
 
     def __init__(self, best: Incumbent, seed: int, threads: int, deadline: float) -> None:
-        self._best, self._seed, self._threads, self._deadline = best, seed, threads, deadline
+        self._best = best
+        self._seed = seed
+        self._threads = threads
+        self._deadline = deadline
         self._views = [View.of(best.problem, backwards=back) for back in (False, True)]
         self._rounds = self._tries = 0
         unlimited, enough = replace(best.problem, capacity=None), best.problem.capacity or 0.0

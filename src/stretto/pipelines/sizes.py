@@ -117,7 +117,9 @@ def make_problem(
 def _costs(
     parallel: Parallel, tokens: int, teraflops: float, backward_ratio: float
 ) -> dict[str, list[int]]:
-    stages, width, tp = parallel.stages, parallel.width, parallel.tensor_parallel
+    stages = parallel.stages
+    width = parallel.width
+    tp = parallel.tensor_parallel
     layers = [parallel.layers // stages + (s < parallel.layers % stages) for s in range(stages)]
     layer_us = 2 * _LAYER_PARAMETERS * width**2 * tokens / (teraflops * 1e6)
     if not layer_us * max(1.0, backward_ratio) < _MOST:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice, product
 from typing import Literal
 
+from stretto.bounds import ceil_div
 from stretto.config import ScheduleConfig
 from stretto.models.shapes import Shape
 from stretto.planner import formulas, memory
@@ -139,7 +140,9 @@ def fits(spec: PlanSpec, candidate: Candidate) -> bool:
 def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     """Return the bytes of a GPU by phase and part. Scorers that prefill streamed responses keep the
     keys and values of all responses in flight, at their average length."""
-    models, layout, rows = spec.models, candidate.layout, spec.in_flight(candidate.schedule)
+    models = spec.models
+    layout = candidate.layout
+    rows = spec.in_flight(candidate.schedule)
     found = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
     if candidate.schedule.knobs.streams:
         tensor, copies = layout.scorer.tensor, layout.scorer.data
@@ -183,7 +186,9 @@ def _pointless(candidate: Candidate) -> bool:
 
 
 def _layouts(spec: PlanSpec) -> Iterator[Layout]:
-    gpus, node, scored = spec.gpus, spec.hardware.links.gpus_per_node, spec.models.scoring
+    gpus = spec.gpus
+    node = spec.hardware.links.gpus_per_node
+    scored = spec.models.scoring
     shapes = {
         "learner": spec.models.trained,
         "generators": (spec.models.actor,),
@@ -206,13 +211,15 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
     for learner, generator, scorer in product(*(meshes(gpus, role) for role in shapes)):
         for offload in (False, True):
             yield Layout(learner, generator, scorer, "all", offload)
-    step = node * -(-gpus // (node * SPLITS))
-    for learners in range(1, gpus) if gpus <= SPLITS else range(node, gpus, step):
+    step = node * ceil_div(gpus, node * SPLITS)
+    shares = range(1, gpus) if gpus <= SPLITS else range(node, gpus, step)
+    for learners in shares:
         rest = gpus - learners
         for learner, generator in product(meshes(learners, "learner"), meshes(rest, "generators")):
             if generator in meshes(rest, "scorers"):  # a copy with each generator
                 yield Layout(learner, generator, generator, "generators")
-            for scorer in meshes(learners, "scorers") if scored else ():
+            scorers_there = meshes(learners, "scorers") if scored else []
+            for scorer in scorers_there:
                 if scorer.data == 1 or spec.on_paper:
                     yield Layout(learner, generator, scorer, "learner")
         powers = [2**k for k in range(gpus.bit_length())] if scored else []
@@ -237,7 +244,9 @@ def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
 
 def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
     """Make the cluster of a candidate. Raises ConfigError if keys and values have no room."""
-    layout, engines, slots = candidate.layout, candidate.engines, slots_of(spec, candidate)
+    layout = candidate.layout
+    engines = candidate.engines
+    slots = slots_of(spec, candidate)
     devices, generators = layout.devices, layout.devices["generators"]
     cost, each = cost_of_generator(spec, layout), len(generators) // engines
     return Cluster(
@@ -273,7 +282,9 @@ def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
 
 def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
     """Return the cost of a copy of the generator. Raises ConfigError without room for its cache."""
-    models, learner, generator = spec.models, layout.learner, layout.generator
+    models = spec.models
+    learner = layout.learner
+    generator = layout.generator
     cost = formulas.generator_cost(
         models.actor,
         generator.tensor,

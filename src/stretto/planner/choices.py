@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
+from stretto.bounds import ceil_div
 from stretto.config import Config, RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models.info import load_config, model_info
@@ -153,7 +154,7 @@ def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
         return again and tried.training.microbatch_tokens <= BESIDE_SLOTS
 
     passes = with_passes(config, few)
-    slots = -(-config.most_in_flight // config.rollout.engines)
+    slots = ceil_div(config.most_in_flight, config.rollout.engines)
     if config.rollout.slots or config.rollout.engine == "vllm" or fits(passes):
         return config
     while slots := slots // 2:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import psutil
 
+from stretto.bounds import ceil_div
 from stretto.config import (
     AlgorithmConfig,
     Config,
@@ -239,7 +240,9 @@ def _known(name: str) -> Shape | None:
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
     """Yield remarks on phases that might not fit. Raises ConfigError if the states do not."""
     for load in found:
-        there, name, certain = capacity(load.device), load.fullest, load.certain
+        there = capacity(load.device)
+        name = load.fullest
+        certain = load.certain
         takes = format_size(load.phase(name).total())
         where = "this machine" if load.device == "cpu" else load.device
         where = f"{where}, which has {format_size(there)}"
@@ -379,7 +382,9 @@ class RunMemory:
                 trains = copies and any(other.role == LEARNER for other in place.roles)
                 if another or (trains and seat.scorer == "reference" and holds.adapters):
                     own = "all"
-                rows, share, sleeps = -(-c.most_in_flight // c.rollout.engines), None, False
+                rows = ceil_div(c.most_in_flight, c.rollout.engines)
+                share = None
+                sleeps = False
                 if generates and self.is_vllm(place):
                     sleeps = bool(c.rollout.engine_args.get("enable_sleep_mode"))
                     part = c.rollout.engine_args.get("gpu_memory_utilization", VLLM_SHARE)
@@ -438,7 +443,9 @@ class RunMemory:
 
     def require(self, free: int, where: str) -> None:
         """Raise ConfigError if weights, gradients and optimizer states exceed ``free`` bytes."""
-        model, algorithm, reward = self.config.model, self.config.algorithm, self.config.reward
+        model = self.config.model
+        algorithm = self.config.algorithm
+        reward = self.config.reward
         try:
             plan = plan_for(model, algorithm, reward)
         except ModelError:  # its files are not here, so it cannot be counted

@@ -22,7 +22,9 @@ R = TypeVar("R", GeneratorRole, ScorerRole, LearnerRole)
 OPTIMIZER = 32
 """Bytes per parameter that AdamW moves in mixed precision: it reads and clears the fp32 gradient,
 and reads and writes the master weight and two moments."""
-FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
+FORWARD = 2
+TRAINED = 4
+CHECKPOINTED = 6
 """A layer's tensor-parallel all-reduces: forward, with backward, with recomputation too."""
 
 

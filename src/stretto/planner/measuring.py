@@ -49,7 +49,9 @@ STAND_INS = (
     *("smollm2-135m", "tiny"),
 )
 """Models of known shapes, largest first, to replace one that is too large or not at hand."""
-CPU_PARAMETERS, BYTES, FREE_SHARE = 2e8, 20, 0.7
+CPU_PARAMETERS = 2e8
+BYTES = 20
+FREE_SHARE = 0.7
 """Most parameters to measure on a CPU, as more take minutes; bytes of each in training (weight,
 gradient, 16 of float32 states); and the share of the free memory that these may take."""
 ENOUGH_S, PATIENCE_S = 0.3, 5.0

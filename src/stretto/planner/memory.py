@@ -21,7 +21,9 @@ from stretto.planner.layout import Layout, Mesh, ModelShapes
 Parts = Mapping[str, float]  # bytes of a GPU in a phase, by part
 SYNC = "weight sync"
 PHASES = ("generation", "scoring", "training", SYNC)
-CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
+CACHE = "keys and values"
+PUBLISHED = "published weights"
+FROZEN = "frozen weights"
 STATES, SHARE = "learner's states", "vLLM's share"
 
 HALF, SINGLE = 2, 4  # bytes of a bfloat16 and of a float32
@@ -232,7 +234,9 @@ class DeviceMemory:
         for shape in synced:
             self._put_buckets(shape)
         passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
-        for each in passes if side_by_side else [max(passes, key=Counter.total)]:
+        if not side_by_side:
+            passes = [max(passes, key=Counter.total)]
+        for each in passes:
             self.work["training"].update(each)
         if offload:
             self.put("actor's masters", _masters(models[0], mesh), SYNC)
@@ -342,7 +346,9 @@ def phases_of(
     generators keep their unfinished responses."""
     rows, _ = rows_in_flight(models, layout, responses, length, hardware)
     on = _devices(models, layout, rows, length)
-    learner, generator, scorer = on["learner"], on["generators"], on["scorers"]
+    learner = on["learner"]
+    generator = on["generators"]
+    scorer = on["scorers"]
     if layout.colocated:
         return {phase: learner.during(phase) for phase in PHASES}
     decoding = ("generation", SYNC)
@@ -367,7 +373,9 @@ def _devices(
     models: ModelShapes, layout: Layout, rows: int, length: int
 ) -> dict[str, DeviceMemory]:
     """Return the memory of a device by role. Roles that share devices share the object."""
-    colocated, learner, together = layout.colocated, layout.learner, DeviceMemory()
+    colocated = layout.colocated
+    learner = layout.learner
+    together = DeviceMemory()
     on = {role: together if role in layout.shared else DeviceMemory() for role in layout.meshes}
     on["learner"].put_learner(
         models.trained,

@@ -12,7 +12,9 @@ from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.memory import Parts, host_bytes, phases_of, rows_in_flight
 from stretto.saying import format_size
 
-RESPONSES, PROMPT, RESPONSE = 512, 512, 512
+RESPONSES = 512
+PROMPT = 512
+RESPONSE = 512
 """Responses of a step, tokens of a prompt and of its response."""
 LENGTH = PROMPT + RESPONSE
 

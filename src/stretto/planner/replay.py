@@ -285,7 +285,9 @@ def _cuts(cluster: ClusterConfig) -> dict[str, tuple[int, int]]:
     return {role: (p.fsdp, p.tp) for p in several for role in p.roles}
 
 
-WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 5, 200
+WARM_STEPS = 3
+LEAST_STEPS = 5
+MOST_STEPS = 200
 """Initial warm-up steps to skip, fewest further steps for a mean, and most steps that are read and
 simulated, which takes seconds."""
 STEP = "whole step"

@@ -94,7 +94,9 @@ class Bounds:
 
     def of(self, candidate: Candidate) -> float:
         """Return a step's least seconds. Raises ConfigError if keys and values do not fit."""
-        layout, schedule, knobs = candidate.layout, candidate.schedule, candidate.schedule.knobs
+        layout = candidate.layout
+        schedule = candidate.schedule
+        knobs = candidate.schedule.knobs
         generator, learner = self._generator(layout), self._learner(layout, candidate.bubble)
         token_s, load_s = self._scorers(layout)
         work = self._work(self._lockstep(schedule))
@@ -117,7 +119,9 @@ class Bounds:
 
     def _generating(self, candidate: Candidate, cost: GeneratorCost, work: StepWork) -> float:
         """Return the seconds of generating: the average copy's or the longest response's."""
-        copies, decode, schedule = candidate.layout.generator.data, cost.decode, candidate.schedule
+        copies = candidate.layout.generator.data
+        decode = cost.decode
+        schedule = candidate.schedule
         tokens, context = work.decoded / copies, work.read / copies
         prefill_s = cost.prefill.token_s * work.prefilled / copies
         if schedule.knobs.on("overcommit"):
@@ -243,7 +247,9 @@ def search(
         kinds = _by_kind(spec)
     count = sum(map(len, kinds.values()))
     results: dict[Kind, PlanResult] = {}
-    simulated, unfit, bound_s = 0, 0, inf
+    simulated = 0
+    unfit = 0
+    bound_s = inf
     with (
         working(say, "plans looked at or ruled out", count, limit_s) as advance,
         _simulators(spec, workers or os.cpu_count() or 1) as (submit, room),

@@ -11,7 +11,9 @@ class Boxes:
 
     def reset(self, *, options: Mapping[str, Any]) -> None:
         """Start with the row of the dataset."""
-        self._box, self._holds, self._opened = options["answer"], options["holds"], False
+        self._box = options["answer"]
+        self._holds = options["holds"]
+        self._opened = False
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         """Return the content of the box, then whether it was named. Each is worth half a point."""

@@ -301,7 +301,9 @@ class Engine(ABC):
 
     def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
         prompt, sampling = r.prompt, r.sampling or self._sampling
-        length, most, waits = len(prompt.tokens), sampling.max_new_tokens, r.finish is _TURN
+        length = len(prompt.tokens)
+        most = sampling.max_new_tokens
+        waits = r.finish is _TURN
         parked, tokens = self._parked.get(r.id), [*prompt.tokens, *r.tokens.tolist()]
         if r.id in self._held or (parked and (transfer or waits)):
             raise EngineError(

@@ -82,7 +82,9 @@ class SlotRow(Row):
         return self.cached == len(self.tokens) - 1
 
     def void(self, version: int) -> None:
-        self.cached, self.kv, self.cache_version = 0, None, version
+        self.cached = 0
+        self.kv = None
+        self.cache_version = version
 
 
 class TorchEngine(Engine):
@@ -104,7 +106,9 @@ class TorchEngine(Engine):
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
         super().__init__(settings, positions(model, generating=True))
-        self.model, config, self._slots = model, settings.rollout, settings.slots
+        self.model = model
+        config = settings.rollout
+        self._slots = settings.slots
         self._probe: ModelPass | None = None
         if self._slots < 1:
             raise EngineError(f"an engine needs a slot at least; slots = {self._slots}", "no-slots")
@@ -328,7 +332,9 @@ class TorchEngine(Engine):
         for slot in reversed(range(len(rows))):
             if not ready[slot]:
                 continue
-            row, accepted, equal = rows[slot], 0, (*proposed[slot], None)
+            row = rows[slot]
+            accepted = 0
+            equal = (*proposed[slot], None)
             for token, logprob, other in zip(tokens[slot], logprobs[slot], equal, strict=False):
                 row.cached += 1
                 chunk = self._append(row, token, logprob, likeliest[slot])
@@ -423,7 +429,10 @@ class TorchEngine(Engine):
             if self._graphed:  # graphs have a fixed width
                 most = self._config.speculative_tokens
             self.speculated["proposed"] += most * len(proposed)
-        ids, positions, seeds, draws = [], [], [], []
+        ids = []
+        positions = []
+        seeds = []
+        draws = []
         for row, tokens in zip(self._rows, proposed, strict=True):
             rest, first = most - len(tokens), row.cached if row.ready else idle
             ids.append([row.tokens[-1], *tokens] + [0] * rest)

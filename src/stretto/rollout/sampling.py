@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 _MASK_64 = (1 << 64) - 1
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
 BLOCK = 256
 """Vocabulary entries per block of the two-level search."""
 

@@ -174,7 +174,9 @@ class GraphedDecode:
     """
 
     def __init__(self, model: ModelPass, backend: Backend, say: Say = warn) -> None:
-        self._model, self._backend, self._say = model, backend, say
+        self._model = model
+        self._backend = backend
+        self._say = say
         self._graphs: dict[tuple[int, ...], Graph] = {}
         self._moves, self._eager = -1, False
         self._pool: Any = None

@@ -246,9 +246,13 @@ class Checkpointer:
         note: Callable[[str], None],
         clock: Clock | None = None,
     ) -> None:
-        self._running, self._folder, self._observe = running, folder, observe
+        self._running = running
+        self._folder = folder
+        self._observe = observe
         self._inputs = json.dumps(inputs, indent=1) + "\n"
-        self._steps, self._note, self._clock = steps, note, clock or RealClock()
+        self._steps = steps
+        self._note = note
+        self._clock = clock or RealClock()
         self._taken_s = self._clock.now()
         self._any = newest(folder) > 0
         self._writing: Future[Path] | None = None

@@ -115,7 +115,10 @@ class Evaluator:
         run_dir: RunDirectory,
         note: Callable[[str], None],
     ) -> None:
-        self._config, self._running, self._run_dir, self._note = config, running, run_dir, note
+        self._config = config
+        self._running = running
+        self._run_dir = run_dir
+        self._note = note
         self.news: dict[str, float] = {}
         self.best = run_dir.best()
         self._evaluated = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}

@@ -172,7 +172,9 @@ class _SupervisedLoop(Generic[T]):
     ) -> None:
         self._config, self._progress = config, progress
         self.done = 0  # number of updates
-        data, m, note = config.data, config.model, progress.note
+        data = config.data
+        m = config.model
+        note = progress.note
         with progress.working(f"reading {data.name}"):
             rows, dropped = read(data)
         prepare_torch(config.seed, config.threads)
@@ -229,7 +231,9 @@ class _SupervisedLoop(Generic[T]):
         run_dir: RunDirectory,
     ) -> Stats:
         """Train, record and save. Return the last metrics. ``measure`` reads held-out rows."""
-        config, progress, total = self._config, self._progress, self._total
+        config = self._config
+        progress = self._progress
+        total = self._total
         last: Stats = {}
         load.set_checkpointing(model, config.model)
         with Recorder(config, run_dir, progress, total=total) as recorder:

@@ -289,7 +289,9 @@ class _TrainingLoop:
 
     def _record(self, step: Step) -> None:
         self.done += 1
-        recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
+        recorder = self.recorder
+        spans = self.running.spans
+        shown = self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
         evaluated = self.evaluator.take_news() if self.evaluator else {}
         own = {**step.stats, **extra_means(step.batch), **timings, **_graphs(spans.records)}

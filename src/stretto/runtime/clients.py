@@ -22,7 +22,10 @@ class Client:
     def __init__(
         self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways
     ) -> None:
-        self.member, self._role, self._executor, self._tracer = member, role, executor, tracer
+        self.member = member
+        self._role = role
+        self._executor = executor
+        self._tracer = tracer
         self._methods = remote_methods(protocol)
         for method in self._methods:
             call = ways.get(method) or partial(executor.call, method)

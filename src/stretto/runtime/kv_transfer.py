@@ -43,7 +43,10 @@ class KVStore:
     """KV caches that a generator's rank stores for other generators or fetches from them."""
 
     def __init__(self, name: str, device: torch.device, rank: int = 0) -> None:
-        self._name, self._device, self._rank, self._count = name, device, rank, 0
+        self._name = name
+        self._device = device
+        self._rank = rank
+        self._count = 0
         self._giving, self._taking = Transfers(device), Transfers(device)
         self._kept: dict[int, tuple[dict[str, torch.Tensor], Any]] = {}
 

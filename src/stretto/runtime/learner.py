@@ -64,13 +64,18 @@ class LearnerService(Service):
         give_back: Callable[[], None] = lambda: None,  # called when a step's work is done
     ) -> None:
         super().__init__(learner)
-        self._learner, self._channel, self._prompts, self._ready = learner, channel, prompts, ready
+        self._learner = learner
+        self._channel = channel
+        self._prompts = prompts
+        self._ready = ready
         self._probe = [
             Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:])
             for i, row in enumerate([] if probe is None else probe)
         ]
         self._probed: dict[int, FloatArray] = {}
-        self._rank, self._ranks, self._give_back = rank, ranks, give_back
+        self._rank = rank
+        self._ranks = ranks
+        self._give_back = give_back
         self._staged: dict[str, Any] | None = None
         self._models: dict[str, nn.Module | None] = {}  # staged copies, by use
 

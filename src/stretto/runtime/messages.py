@@ -18,7 +18,9 @@ from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
-SENDER, ADAPTED, COPY_STREAM = "sender", "adapted", "copy stream"
+SENDER = "sender"
+ADAPTED = "adapted"
+COPY_STREAM = "copy stream"
 """Keys of ``RoleSetup.shared``: the learner's sender of weights, its actor if only adapters are
 trained, and the stream that copies offloaded tensors."""
 

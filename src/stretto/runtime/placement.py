@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto.assembly.controls import CoreShares, share_cores
+from stretto.bounds import ceil_div
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
 from stretto.config.schedule import Knobs
@@ -231,7 +232,7 @@ def remarks(
 def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
     names = [placed.scorer.split(":")[0] or placed.role.split()[0] for placed in process.roles]
     models = [{"generator": "actor", "model": "reward"}.get(name, name) for name in names]
-    return -(-sum(role_bytes.get(model, 0) for model in models) // len(process.devices))
+    return ceil_div(sum(role_bytes.get(model, 0) for model in models), len(process.devices))
 
 
 def published(knobs: Knobs, found: Sequence[ProcessPlacement]) -> int:

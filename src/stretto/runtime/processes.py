@@ -68,7 +68,9 @@ class ProcessWorkers:
         _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
         here = outside.absolute(config.algorithm.name)  # Ray's processes have other folders
         self._config = config.changed_in("algorithm", name=here)
-        self._stack, self._say, self._first = stack, say, first
+        self._stack = stack
+        self._say = say
+        self._first = first
         self._logs = folder / "logs" if folder else None
         if (warmup := overrides.warmup) is None:  # otherwise in the run's folder
             # Other machines see the run's folder, but no temporary folder of this machine.
@@ -283,7 +285,9 @@ class ProcessWorkers:
                 return services.reward_model, (setup, source, self._first)
 
     def _compare(self) -> None:
-        threads, devices, apart = dict[str, int](), dict[str, str](), set[str]()
+        threads = dict[str, int]()
+        devices = dict[str, str]()
+        apart = set[str]()
         for process in self._processes:
             names = _rank_names(process)
             devices |= zip(names, process.devices, strict=True)
@@ -394,7 +398,9 @@ class MemoryWatch:
     EVERY_S = 1.0  # minimum time between two measurements
 
     def __init__(self, groups: Sequence[ServiceGroup], clock: Clock, here: str = "") -> None:
-        self._groups, self._clock, self._here = groups, clock, here
+        self._groups = groups
+        self._clock = clock
+        self._here = here
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._look: Future[Mapping[str, float]] = self._pool.submit(self._used)
         self._since_s = clock.now()

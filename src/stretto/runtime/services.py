@@ -111,9 +111,13 @@ class GeneratorService(Follower):
         probe: IntArray | None = None,  # token ids [n, t], scored after each weight sync
     ) -> None:
         super().__init__(engine)
-        self.receiver, self._kv_store, self._probe = receiver, kv_store, probe
+        self.receiver = receiver
+        self._kv_store = kv_store
+        self._probe = probe
         if kv_store:  # called on the side
-            self.ship, self.sample, self.measure = kv_store.ship, kv_store.sample, kv_store.measure
+            self.ship = kv_store.ship
+            self.sample = kv_store.sample
+            self.measure = kv_store.measure
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         def export() -> Sequence[KVTransfer]:
@@ -178,7 +182,9 @@ class ScorerService(Follower):
     ) -> None:
         super().__init__(scorer)
         self._give_back = give_back
-        self._notes, self.receiver, self._marks = notes, receiver, marks
+        self._notes = notes
+        self.receiver = receiver
+        self._marks = marks
         self.offloaded = offloaded
 
     @property
@@ -247,7 +253,9 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 def reference(setup: RoleSetup) -> ScorerService:
     """Make the reference's service: the initial actor, or the learner's without adapters."""
     setup.prepare()
-    config, overrides, notes = setup.config, setup.overrides, list[str]()
+    config = setup.config
+    overrides = setup.overrides
+    notes = list[str]()
     model, adapted = overrides.reference, setup.shared.get(ADAPTED)
     if model is None and adapted is not None:
         model = adapted
@@ -281,7 +289,9 @@ def critic(setup: RoleSetup) -> ScorerService:
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
     """Make the service of a reward model in its process, and check it on these prompts."""
     setup.prepare()
-    config, overrides, notes = setup.config, setup.overrides, list[str]()
+    config = setup.config
+    overrides = setup.overrides
+    notes = list[str]()
     here = setup.for_loading()
     tokenizer = open_prompts(config, overrides, silent).tokenizer
     model = (config if source in overrides.reward_models else here.config).model

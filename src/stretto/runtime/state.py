@@ -86,8 +86,10 @@ def size_of(state: Any) -> int:
 def _tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, Mapping | list | tuple):
-        for value in state.values() if isinstance(state, Mapping) else state:
+    elif isinstance(state, Mapping):
+        yield from _tensors(list(state.values()))
+    elif isinstance(state, list | tuple):
+        for value in state:
             yield from _tensors(value)
 
 

@@ -158,7 +158,9 @@ class WeightSync:
         tracer: Tracer,
         say: Say = lambda _: None,
     ) -> None:
-        self._learner, self._meeting, self._tolerance = learner, meeting, tolerance
+        self._learner = learner
+        self._meeting = meeting
+        self._tolerance = tolerance
         self._tracer, self._say = tracer, say
         self._followers: dict[str, Executor] = {}
         self._models: dict[str, str] = {}
@@ -272,7 +274,9 @@ class WeightSync:
             return {}
         start_s, tries = time.perf_counter(), 0
         answer: Any = None
-        offers, routes, wires = list[Offer](), Routes({}, {}), dict[str, Wire]()
+        offers = list[Offer]()
+        routes = Routes({}, {})
+        wires = dict[str, Wire]()
         steps = transfer_steps(ref, names, self._tolerance.limit)
         while True:
             try:
@@ -412,9 +416,9 @@ class WeightSync:
         on_gpus = any(
             place.device_id for places in (sources, *followers.values()) for place in places
         )
-        for name, (wire, why) in chosen.items() if on_gpus else ():
+        for name, (wire, why) in chosen.items():
             line = f"weights of the {model} go to the {name} by {wire}: {why}"
-            if line not in self._said:
+            if on_gpus and line not in self._said:
                 self._said.add(line)
                 self._say(line)
         return {name: wire for name, (wire, _) in chosen.items()}

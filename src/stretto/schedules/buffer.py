@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
+from stretto.bounds import ceil_div
 from stretto.errors import LifecycleError
 from stretto.schedules.rollout import Rollout, restored
 from stretto.types import Prompt, episode_of
@@ -136,7 +137,9 @@ class Buffer:
         batch = self.chosen
         for group in self._chosen:
             del self._groups[group.rollouts[0].group]
-        self._chosen, self._wanted, self._due = [], 0, []
+        self._chosen = []
+        self._wanted = 0
+        self._due = []
         for rollout in self:
             rollout.carries += 1
         return batch, self.open
@@ -146,7 +149,7 @@ class Buffer:
 
     def _set_due(self) -> None:
         left = Counter(map(self._left, self._groups.values()))
-        rounds = min(self._max_carries, -(-len(self._groups) // max(self._wanted, 1)))
+        rounds = min(self._max_carries, ceil_div(len(self._groups), max(self._wanted, 1)))
         self._due, within = [], 0
         for k in range(rounds):
             within += left[k]
@@ -181,7 +184,9 @@ class Buffer:
             rollouts = restored(saved, prompt_by_id)
             group = _Group(rollouts, sum(r.finish is None for r in rollouts), place)
             self._groups[rollouts[0].group] = group
-        self._wanted, self._ended, self._chosen = state["wanted"], state["ended"], []
+        self._wanted = state["wanted"]
+        self._ended = state["ended"]
+        self._chosen = []
         self._set_due()
         for id_ in state["chosen"]:
             self._choose(self._groups[id_])

@@ -192,7 +192,10 @@ class Guard:
         context: RoleContext,
         on_loss: Callable[[], None],  # called before the callers get an error, if the role served
     ) -> None:
-        self.role, self.name, self._follows, self._on_loss = role, name, follows, on_loss
+        self.role = role
+        self.name = name
+        self._follows = follows
+        self._on_loss = on_loss
         self._context, self._fleet = context, context.fleet
         self.member: Member = self._fleet.member(name)
         self.lost = asyncio.Event()  # set from a loss until the role serves again

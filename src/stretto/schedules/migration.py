@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, check_least
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_times, under_way
@@ -79,7 +80,7 @@ class MigrationPlan:
 
 def destinations(remaining: Sequence[int], limits: MigrationLimits) -> Sequence[int]:
     """Return the fewest generators with room for all rollouts: the ones that have most of them."""
-    m = -(-sum(remaining) // limits.rows)
+    m = ceil_div(sum(remaining), limits.rows)
     by_load = sorted(range(len(remaining)), key=lambda i: (-remaining[i], i))
     return sorted(by_load[:m])
 
@@ -209,7 +210,9 @@ class _Generation:
         limits: MigrationLimits,
         prompt_tokens: int,
     ) -> None:
-        self._batch, self._step_seconds, self._limits = batch, step_seconds, limits
+        self._batch = batch
+        self._step_seconds = step_seconds
+        self._limits = limits
         engines = range(limits.engines)
         orders = [
             i + len(engines) * left[i :: len(engines)].argsort(kind="stable") for i in engines

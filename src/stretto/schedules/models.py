@@ -233,7 +233,9 @@ class Simulating(Stateful):
     """Base class of controllers that simulate steps: lengths, decode calls, steps seen."""
 
     def __init__(self, window: int) -> None:
-        self._lengths, self._latency, self._steps = LengthModel(window), LatencyModel(), 0
+        self._lengths = LengthModel(window)
+        self._latency = LatencyModel()
+        self._steps = 0
 
     def _learn(self, feedback: Feedback) -> None:
         self._lengths.observe(feedback.lengths)

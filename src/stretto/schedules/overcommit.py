@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful, check_least
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_seconds, under_way
@@ -50,7 +51,9 @@ class _RewardRule(Stateful):
         check_least(low, start=start)
         check_least(start, high=high)
         check_least(1, window=window)
-        self._low, self._high, self._window = low, high, window
+        self._low = low
+        self._high = high
+        self._window = window
         self._delta = start
         self._rewards: list[float] = []
 
@@ -86,7 +89,9 @@ class Equation4(_RewardRule):
         super().__init__(start, low, high, window)
         check_least(0, inc=inc, dec=dec)
         check_least(1, every=every)
-        self._inc, self._dec, self._every = inc, dec, every
+        self._inc = inc
+        self._dec = dec
+        self._every = every
         self._wait = 0
 
     def observe(self, feedback: Feedback) -> None:
@@ -155,7 +160,7 @@ class ThroughputOvercommit(Simulating):
             )
         self._batch, self._max_carries = batch, max_carries
         self._high = min(high, max_carries * batch) // group * group
-        self._low = min(-(-low // group) * group, self._high)
+        self._low = min(ceil_div(low, group) * group, self._high)
         self._group, self._generators = group, generators
         self._every, self._seed = every, seed
         super().__init__(max(1024, 32 * batch))

@@ -100,7 +100,9 @@ class Pool:
 
     async def resume(self, rollout: Rollout) -> None:
         """Continue an answered rollout at its engine, or with its cache at one for stragglers."""
-        now_s, moves, locations = self._context.clock.now(), self._moves, self._locations
+        now_s = self._context.clock.now()
+        moves = self._moves
+        locations = self._locations
         await self._context.waits.until(
             lambda: not locations.is_moving(rollout), moves.landed, "an episode", "its move"
         )

@@ -132,7 +132,9 @@ class Rollout:
 
     def begin_anew(self) -> None:
         """Reset a rollout whose episode starts again with the task's prompt."""
-        self.prompt, self.asked, self.ended_by = self.asked or self.prompt, None, ""
+        self.prompt = self.asked or self.prompt
+        self.asked = None
+        self.ended_by = ""
         self.left = ()
         for column in (self.tokens, self.logprobs, self.versions):
             del column[:]
@@ -306,7 +308,9 @@ def _messages_of(samples: Sequence[Rollout]) -> tuple[Message, ...]:
     ``left`` when another sample continued, and before the next answer to its own sample.
     """
     log = sorted((o for r in samples for o in r.log), key=lambda o: o.number)
-    messages, told, last = list[Message](), set[int](), samples[0].id
+    messages = list[Message]()
+    told = set[int]()
+    last = samples[0].id
     for o in log:
         messages += (*o.left, *o.messages[o.rollout_id in told :])
         told.discard(o.rollout_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT
 from stretto.protocols import DRIVER, Environment, Generator
 from stretto.schedules.buffer import Buffer
@@ -97,7 +98,7 @@ class Rounds(Ledger):
         waiting = max(0, min(waiting, size + delta, most - size - delta))
         missing = size + delta + waiting - len(self.buffer)
         with self._tracer.span(DRIVER, f"{DRIVER}/fill", items=max(missing, 0)):
-            for _ in range(-(-missing // n)):
+            for _ in range(ceil_div(missing, n)):
                 prompt, first = self._next_prompt(), self.next_id
                 group = [Rollout(first + k, prompt, group=first) for k in range(n)]
                 self.next_id += n

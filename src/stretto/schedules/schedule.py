@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from stretto.bounds import ceil_div
 from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tracer
 from stretto.schedules.controls import Controls
 from stretto.schedules.episode_metrics import episode_metrics
@@ -64,7 +65,9 @@ class Schedule:
         s = self._settings = controls.settings
         self._learner = learner
         self._controls = controls
-        self._clock, self._tracer, self._phases = clock, tracer, Phases(clock, tracer)
+        self._clock = clock
+        self._tracer = tracer
+        self._phases = Phases(clock, tracer)
         self.fleet = Fleet(s.restarts, initial)
         self._waits = Waits()
         context = RoleContext(
@@ -175,7 +178,7 @@ class Schedule:
 
     @property
     def _rounds_in_all(self) -> int:
-        return -(-self._settings.steps // self._settings.weight_sync_interval)
+        return ceil_div(self._settings.steps, self._settings.weight_sync_interval)
 
     def _may_generate(self) -> bool:
         return self._version >= self._rounds.begun - self._settings.lag

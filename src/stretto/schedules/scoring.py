@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT
 from stretto.config.schedule import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
@@ -45,7 +46,9 @@ class ReplicaQueue:
         context: RoleContext,
     ) -> None:
         scorer = self.scorer = replica.scorer
-        self.host, self._context, self._deliver = replica.host, context, deliver
+        self.host = replica.host
+        self._context = context
+        self._deliver = deliver
         self._role = replica.role or short_name(scorer.info.name)
         name, follows = replica.role or scorer.info.name, scorer.info.follows
         self.guard = Guard(scorer, name, follows, context, self._begin_anew)
@@ -116,10 +119,11 @@ class ReplicaQueue:
 
     async def catch_up(self) -> None:
         """Draw a share of the backlog, and send everything queued. The scorer must be idle."""
-        for rollout in () if self._left else self.group.draw():
-            self.admit(rollout)
-            self.finish(rollout.id)
-            self.call()  # because there may be more
+        if not self._left:
+            for rollout in self.group.draw():
+                self.admit(rollout)
+                self.finish(rollout.id)
+                self.call()  # because there may be more
         await self._serve()
 
     async def _serve(self) -> None:
@@ -138,8 +142,13 @@ class ReplicaQueue:
             r.episode() if info.whole_episodes else r.response(text=info.reads_text)
             for r in rollouts
         ]
-        chunks, wanted, dropped = self._chunks, self.wanted, self._dropped
-        self._admitted, self._chunks, self.wanted, self._tokens = {}, [], [], 0
+        chunks = self._chunks
+        wanted = self.wanted
+        dropped = self._dropped
+        self._admitted = {}
+        self._chunks = []
+        self.wanted = []
+        self._tokens = 0
         self._dropped = []
         if dropped:
             await ask(scorer.release(dropped), dropped)
@@ -246,9 +255,10 @@ class _ScorerGroup:
                 self.wake()
 
     def wake(self) -> None:
-        for queue in self.queues if self.backlog else ():
-            if queue.free:
-                queue.call()
+        if self.backlog:
+            for queue in self.queues:
+                if queue.free:
+                    queue.call()
 
     def hurry(self) -> None:
         self.wake()
@@ -291,7 +301,7 @@ class _ScorerGroup:
     def draw(self) -> list[Rollout]:
         """Return one replica's share of a round, so that replicas free later get work, too."""
         found = self._rounds[0] if self._rounds else len(self.backlog)
-        share = -(-found // len(self.queues))
+        share = ceil_div(found, len(self.queues))
         if self._rounds:
             self._rounds[0] -= share
             if not self._rounds[0]:
@@ -315,7 +325,9 @@ class Scoring:
         context: RoleContext,
         given: Sequence[str] = (),  # sources whose scores come from the environment
     ) -> None:
-        self._score_on, self._waits, self._given = score_on, context.waits, given
+        self._score_on = score_on
+        self._waits = context.waits
+        self._given = given
         self._rollouts: dict[int, Rollout] = {}
         self._answers: set[int] = set()  # ids of the newest evaluation
         self._delivered = asyncio.Event()
@@ -382,8 +394,9 @@ class Scoring:
         if self._score_on == "batch":
             for rollout in batch:
                 self._ask(rollout, self._groups)
-            for group in self._groups if batch else ():
-                group.end_round(batch)
+            if batch:
+                for group in self._groups:
+                    group.end_round(batch)
         for group in self._groups:
             group.hurry()
 

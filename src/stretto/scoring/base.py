@@ -67,9 +67,13 @@ class ModelScorer(ResponseScorer):
         channel: WeightChannel | None = None,
     ) -> None:
         super().__init__(name)
-        self.kind, self.model, self.follows = kind, model, follows
+        self.kind = kind
+        self.model = model
+        self.follows = follows
         self.read_tokens = 0
-        self._budget, self._say, self._channel = token_budget, say, channel
+        self._budget = token_budget
+        self._say = say
+        self._channel = channel
         self._failures: dict[int, str] = {}
         self._said_full = False
         self._rows = self._open_rows(slots) if slots else None

@@ -219,7 +219,8 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
     # TRL passes everything by keyword, so its functions may name only some of the values.
     any_names = takes_any or ENVIRONMENTS in named
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
-    for convention in () if positional else CONVENTIONS:
+    conventions = () if positional else CONVENTIONS
+    for convention in conventions:
         trl = convention.others_are_columns
         if any(named.isdisjoint(group) for group in convention.needs) and not (trl and any_names):
             continue

@@ -80,7 +80,9 @@ class FunctionScorer(ResponseScorer):
         self.info = ScorerInfo(
             source.name, "reward", streams=False, reads_text=True, whole_episodes=True
         )
-        self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._timeout_s = timeout_s
         self._payload: Callable[[Response, str], Payload] = self._function_payload
         self._process: FunctionProcess | LocalFunction
         self._verifies = function is None and source.kind == "task"

@@ -22,6 +22,7 @@ from httpx2 import Client, HTTPError, InvalidURL, Limits, Timeout
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_exponential, wait_random
 
+from stretto.bounds import ceil_div
 from stretto.errors import ConfigError, RewardError
 from stretto.machine import is_loopback
 from stretto.plain import parse
@@ -97,7 +98,7 @@ def open_server(url: str) -> RewardFunction:
     judge = partial(_judge, client, url)
 
     def run(samples: Sequence[Sample], send: Send) -> None:
-        size = -(-len(samples) // IN_FLIGHT) or 1
+        size = ceil_div(len(samples), IN_FLIGHT) or 1
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             verdicts = (verdict for part in threads.map(judge, parts) for verdict in part)

@@ -65,9 +65,13 @@ class ConversationReader:
         ends: frozenset[int] = frozenset(),
         given_ends: frozenset[int] = frozenset(),
     ) -> None:
-        self._name, self._tokenizer, self._actor_tokenizer = name, tokenizer, actor_tokenizer
+        self._name = name
+        self._tokenizer = tokenizer
+        self._actor_tokenizer = actor_tokenizer
         self._encoder, self._end = Encoder(tokenizer), cast(int, tokenizer.eos_token_id)
-        self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
+        self._stop = tuple(stop)
+        self._ends = ends
+        self._given_ends = given_ends
 
     def tokens(self, response: Response) -> list[int]:
         """Return all tokens to read of a finished response."""
@@ -208,7 +212,10 @@ class StablePrefix:
         return kept
 
     def _renew(self, text: str, end: int) -> int:
-        before, self.tokens, self._starts, self._text = self.tokens, [], [], ""
+        before = self.tokens
+        self.tokens = []
+        self._starts = []
+        self._text = ""
         self._commit(text, end, 0, *self._encode(text, 0))
         return _common(before, self.tokens)
 

@@ -177,7 +177,9 @@ class Server:
             template_arguments: of the chat template. Those of a request override them.
         """
         self._logprobs = Logprobs(tokenizer)
-        self._engine, self._tokenizer, self._name = engine, tokenizer, name
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._name = name
         self._key, self._label = api_key, label
         self._encoder, self._since = Encoder(tokenizer, template_arguments), int(time.time())
         self._widest = max(map(len, tokenizer.get_vocab()))  # most characters of a token

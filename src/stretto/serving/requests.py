@@ -81,7 +81,9 @@ class ApiError(Exception):
         self, message: str, status: int = 400, code: str | None = None, param: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
     @property
     def body(self) -> dict[str, Any]:

@@ -97,7 +97,9 @@ class AsyncEngine:
 
     def __init__(self, generator: Decodes, longest: int, most: int) -> None:
         """Accept ``most`` requests at a time, including waiting ones."""
-        self.longest, self.most, self.version = longest, most, 0
+        self.longest = longest
+        self.most = most
+        self.version = 0
         self._generator = generator
         self._ids = count()
         self._streams: dict[int, _Stream] = {}  # by rollout

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+from stretto.bounds import ceil_div
 from stretto.errors import TaskError
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def fingerprint(data: Mapping[str, Any]) -> str:
 
 def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str]:
     """Return fingerprints of ``count`` rows, one each or in blocks (see :func:`fingerprint`)."""
-    size, rest = max(-(-count // BLOCKS), 1), iter(rows)
+    size, rest = max(ceil_div(count, BLOCKS), 1), iter(rows)
     marks = {}
     for first in range(0, count, size):
         last = min(first + size, count) - 1

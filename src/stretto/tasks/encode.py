@@ -133,10 +133,11 @@ class Encoder:
         from jinja2 import Environment, TemplateError, meta
 
         template: Any = self.tokenizer.chat_template
+        templates = template.values() if isinstance(template, dict) else [template]
         parser = Environment(extensions=["jinja2.ext.loopcontrols"])
         names = set[str]()
         try:
-            for text in template.values() if isinstance(template, dict) else [template]:
+            for text in templates:
                 plain = _GENERATION.sub("", str(text))
                 names |= meta.find_undeclared_variables(parser.parse(plain))
         except TemplateError:

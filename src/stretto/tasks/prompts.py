@@ -124,7 +124,10 @@ class PromptSource:
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
-        self.task, self.tokenizer, self.config, self.seed = task, tokenizer, config, seed
+        self.task = task
+        self.tokenizer = tokenizer
+        self.config = config
+        self.seed = seed
         self.encoder = Encoder(tokenizer, config.template_arguments)
         self.found = self.encoder.found
         self.render: Render | None = None
@@ -234,9 +237,10 @@ class PromptSource:
 
     def ids(self, *, backwards: bool = False) -> Iterator[int]:
         """Yield the ids of the first epoch's prompts, including long ones. TaskError if none."""
-        every = range(len(self.task))
+        count = len(self.task)
+        order = range(count - 1, -1, -1) if backwards else range(count)
         found = False
-        for prompt_id in reversed(every) if backwards else every:
+        for prompt_id in order:
             if not self.is_held_out(prompt_id):
                 found = True
                 yield prompt_id

@@ -90,7 +90,9 @@ class PromptLayout:
                 "eos_token in the model's tokenizer_config.json",
                 "no-end-token",
             )
-        self._tokenizer, self._ends, self._config = tokenizer, ends, config
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._config = config
         self._encoder = Encoder(tokenizer, config.template_arguments)
         self._end = cast(int, tokenizer.eos_token_id)
         self.found = self._encoder.found

@@ -369,7 +369,9 @@ class TableTask(Task):
 
     def row(self, index: int) -> TaskRow:
         """Return the row at an index of the data, with the renamed columns of ``columns``, too."""
-        row, answers, demonstration = self._rows[index], self._answer_column, self._shown_column
+        row = self._rows[index]
+        answers = self._answer_column
+        demonstration = self._shown_column
         reference = str(plain(cell_of(row, answers))) if answers else None
         shown = as_demonstration(cell_of(row, demonstration)) if demonstration else None
         renamed = {name: cell_of(row, column) for name, column in self._renamed.items() if column}

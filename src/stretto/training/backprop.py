@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
+from stretto.bounds import ceil_div
 from stretto.config.training import token_budget
 from stretto.models.forward import by_token_budget, packs, packs_rightly, unwrapped
 from stretto.models.threads import side_by_side
@@ -57,7 +58,9 @@ class LocalBackprop:
         losses: Losses,
         microbatch_tokens: int,
     ) -> None:
-        self._actor, self._critic, self._losses = actor, critic, losses
+        self._actor = actor
+        self._critic = critic
+        self._losses = losses
         _ = actor.head  # fails here rather than in the first step
         for trained in filter(None, (actor, critic)):
             if packs(trained.model) and not trained.compute(partial(packs_rightly, trained.model)):
@@ -119,7 +122,7 @@ def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int
     """
     if len(tokens) < hands:
         return [[i] for i in range(len(tokens))]
-    count = min(-(-wanted // hands), len(tokens) // hands) * hands
+    count = min(ceil_div(wanted, hands), len(tokens) // hands) * hands
     # Workers take consecutive parts of the list, so deal out the long micro-batches.
     return deal(into_micro_batches(tokens, count), hands)
 

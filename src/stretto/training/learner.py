@@ -59,7 +59,10 @@ class PolicyLearner:
         snapshots: Collection[str] = (),
         channel: SharedChannel | None = None,
     ) -> None:
-        self._actor, self._critic, self.backprop, self.config = actor, critic, backprop, config
+        self._actor = actor
+        self._critic = critic
+        self.backprop = backprop
+        self.config = config
         self.trained: Mapping[str, Trained] = {"actor": actor}
         if critic:
             self.trained = {"actor": actor, "critic": critic}
@@ -77,7 +80,9 @@ class PolicyLearner:
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
         self._agreement = Agreement(actor.dtype, config.training.ratio_tolerance)
         self._coarse = is_coarse(actor.dtype)
-        self._version, self._steps, self._moved = 0, 0, False
+        self._version = 0
+        self._steps = 0
+        self._moved = False
 
     @property
     def device(self) -> torch.device:

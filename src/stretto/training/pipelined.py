@@ -76,7 +76,9 @@ class StagedModel(Trained):
         self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names], lr: float
     ) -> None:
         super().__init__(model)
-        self._name, self._ranks, self._names = name, ranks, names
+        self._name = name
+        self._ranks = ranks
+        self._names = names
         self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._snapshots = Snapshots(self._weights)
         self._lr, self._behind = lr, False
@@ -142,7 +144,9 @@ class PipelinedBackprop:
         budget: int,
     ) -> None:
         self.ranks, self.models = ranks, models
-        self._planner, self._layout, self._config = planner, layout, config
+        self._planner = planner
+        self._layout = layout
+        self._config = config
         self._budget = budget
         self._runs = 0
         # Per mini-batch: first to last task, a rank's mean work, predicted time.
@@ -297,7 +301,9 @@ class Planner:
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
-        self._config, self._seed, self.measured = config, seed % SEEDS, False
+        self._config = config
+        self._seed = seed % SEEDS
+        self.measured = False
         self._plans: dict[int, PipelinePlan] = {}
         each = {model: parameters[model] / config.stages(model) for model in NAMES}
         actor, critic = (self._guess(model, each[model] / max(each.values())) for model in NAMES)

@@ -146,7 +146,9 @@ def read(path: Path) -> dict[str, Any]:
     """Return a learner's state with :class:`Stored` tensors. ``published`` holds other weights by
     model and version. Raises StateError if a file is damaged or missing.
     """
-    tensors, states, ranks = dict[str, Stored](), dict[int, Any](), 1
+    tensors = dict[str, Stored]()
+    states = dict[int, Any]()
+    ranks = 1
     published: list[tuple[str, int]] = []
     for file in sorted(path.glob("*.safetensors")):
         stored, about = _opened(file)

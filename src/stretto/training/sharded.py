@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stretto.algorithms.reductions import Metrics
+from stretto.bounds import ceil_div
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
 from stretto.models.backend import backend_of
@@ -99,7 +100,9 @@ class ShardedModel(TrainedModel):
         *,
         lends: bool = False,
     ) -> None:
-        self.grid, self._lends, self._root = grid, lends, _Root(model)
+        self.grid = grid
+        self._lends = lends
+        self._root = _Root(model)
         self._dtype = final_dtype(next(model.parameters()))
         self._template = OutputHead(_NO_WEIGHT)  # a language model's output layer, without weights
         if unwrapped(model).get_output_embeddings() is not None:
@@ -353,7 +356,9 @@ class ShardedModel(TrainedModel):
         found: dict[int, nn.Parameter] = {}
         for name, weight in self._gathered(self.parameters, part).items():
             found[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
-        for module in model.modules() if model else ():
+        if model is None:
+            return None
+        for module in model.modules():
             for name, own in module._parameters.items():
                 if own is not None:
                     module._parameters[name] = found[id(own)]
@@ -425,7 +430,7 @@ class Grid:
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Return the shares of all ranks of a slice. The last ones may be smaller."""
         ranks = self.layout.fsdp
-        share = -(-len(items) // ranks)
+        share = ceil_div(len(items), ranks)
         return [items[row * share : (row + 1) * share] for row in range(ranks)]
 
     @staticmethod

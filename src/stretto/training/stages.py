@@ -37,7 +37,9 @@ class StageTrainer:
         rates: Mapping[Name, LearningRate],
         device: torch.device,
     ) -> None:
-        self._rank, self._layout, self._losses = rank, layout, losses
+        self._rank = rank
+        self._layout = layout
+        self._losses = losses
         self._optimizer, self._rates = optimizer, rates
         self._device = backend_of(device).rank_device(rank)
 

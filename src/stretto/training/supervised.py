@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto import signals
+from stretto.bounds import ceil_div
 from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
 from stretto.config.training import token_budget
 from stretto.errors import ModelError, TaskError
@@ -64,7 +65,7 @@ def train(
 
 
 def updates(config: SupervisedConfig, rows: int) -> int:
-    return config.steps or config.training.epochs * -(-rows // config.batch)
+    return config.steps or config.training.epochs * ceil_div(rows, config.batch)
 
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
@@ -279,7 +280,9 @@ class BradleyTerry:
     """
 
     def __init__(self, model: nn.Module, token_budget: int, center_coef: float) -> None:
-        self._model, self._budget, self._center_coef = model, token_budget, center_coef
+        self._model = model
+        self._budget = token_budget
+        self._center_coef = center_coef
 
     @classmethod
     def of(cls, model: nn.Module, config: RewardModelConfig) -> BradleyTerry:

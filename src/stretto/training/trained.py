@@ -125,7 +125,9 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._lock, self._closed, self._broken = Lock(), False, False
+        self._lock = Lock()
+        self._closed = False
+        self._broken = False
         self.agree: Callable[[bool], bool] = lambda is_open: is_open
 
     @contextmanager

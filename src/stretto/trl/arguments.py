@@ -149,7 +149,9 @@ def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
     if isinstance(args, PPOConfig):
         return _derive_ppo_sizes(args, rows)
     unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    minibatches, group, epochs = 1, 2, 1
+    minibatches = 1
+    group = 2
+    epochs = 1
     if isinstance(args, GRPOConfig | RLOOConfig):
         minibatches, group = _derive_generation(args), args.num_generations
         epochs = args.num_iterations

@@ -131,10 +131,14 @@ class BaseTrainer:
         peft_config: Any,
     ) -> None:
         """Build the run's settings. ``models`` has the models by TRL's names."""
-        self.args, self.processing_class, self._rewards = args, tokenizer, rewards
+        self.args = args
+        self.processing_class = tokenizer
+        self._rewards = rewards
         self.model = self.policy_model = models["model"]
         self.ref_model, self.value_model = models.get("ref_model"), models.get("value_model")
-        self._task, self.train_dataset, self.sizes = task, task, sizes
+        self._task = task
+        self.train_dataset = task
+        self.sizes = sizes
         dtype = objects.bring_to_dtype(models, args)
         data = arguments.settings(args, sizes, task.longest, dtype)
         data["task"]["chat"] = task.chat

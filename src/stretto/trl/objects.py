@@ -395,7 +395,9 @@ class _Rows(Task):
         rows = rows_of(rows, name, 0)
         if not len(rows):
             raise TaskError(f"{name} holds no rows; it needs at least one", "no-rows")
-        self._rows, self._tokenizer, self._name = rows, tokenizer, name
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._rows)

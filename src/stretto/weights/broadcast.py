@@ -33,7 +33,9 @@ class WeightSender(SharedChannel):
 
     def __init__(self, device: torch.device, bucket_bytes: int, keep: int) -> None:
         super().__init__()
-        self._bucket_bytes, self._count, self._transfers = bucket_bytes, keep, Transfers(device)
+        self._bucket_bytes = bucket_bytes
+        self._count = keep
+        self._transfers = Transfers(device)
         self._sources: dict[str, tuple[list[dict[str, Bounds]], dict[str, torch.dtype]]] = {}
         self._begun: dict[tuple[str, int], Any] = {}  # device work that produced each version
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stretto.bounds import ceil_div
 from stretto.models.shards import Bounds, full_bounds, shape
 
 ALIGNMENT = 16
@@ -139,7 +140,7 @@ def _by_rows(part: PackedTensor, bucket_bytes: int) -> Iterator[PackedTensor]:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
 @torch.no_grad()

@@ -62,7 +62,9 @@ class Resharding:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        self._sender, self._rank, self._device = sender, dist.get_rank(), device
+        self._sender = sender
+        self._rank = dist.get_rank()
+        self._device = device
         pairs = product(range(shards.ranks), range(slices.ranks))
         self._between = {pair: transfers(wholes, shards, slices, *pair) for pair in pairs}
         self.moved = sum(t.size for (s, r), all_ in self._between.items() if s != r for t in all_)
@@ -105,8 +107,9 @@ class Resharding:
                 flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
                 posted.append(dist.P2POp(dist.irecv, flat, other))
                 came += zip(into, flat.split(sizes), strict=True)
-        for work in dist.batch_isend_irecv(posted) if posted else ():
-            work.wait()
+        if posted:
+            for work in dist.batch_isend_irecv(posted):
+                work.wait()
         return came
 
     def _of(self, source: int, target: int, names: set[str]) -> list[SliceTransfer]:

@@ -199,8 +199,9 @@ class Transfers:
                 if group.reads_ahead:
                     ask(i + 1)  # into the other buffer, which has been read
                 flat = buffers[i % 2][: size_of(bucket)]
-                for source, place in segments(bucket).items() if sums else ():
-                    sums[source].append(checksum(flat[place]))
+                if sums:
+                    for source, place in segments(bucket).items():
+                        sums[source].append(checksum(flat[place]))
                 for part in bucket:
                     yield part, part.of(flat)
             group.finish()
@@ -247,17 +248,23 @@ class _Group:
     reads_ahead = True  # whether a bucket may arrive while the one before is read
 
     def __init__(self, route: Route, device: torch.device, buffers: list[Tensor]) -> None:
-        self.route, self._device, self._buffers = route, device, buffers
+        self.route = route
+        self._device = device
+        self._buffers = buffers
         self._store: Any = None
         self._joined: Any = None  # torch's process group
         self._broken = False
-        self._until_s, self._turns, self._exchanges = 0.0, 0, 0
+        self._until_s = 0.0
+        self._turns = 0
+        self._exchanges = 0
 
     def begin(self, until_s: float) -> None:
         """Start a turn with a deadline. A source waits until all receivers have started. Otherwise
         its kernels would wait for them on its GPU, and block everything that waits for the device.
         """
-        route, self._until_s, self._turns = self.route, until_s, self._turns + 1
+        route = self.route
+        self._until_s = until_s
+        self._turns += 1
         if self._joined is None:
             self._store = _store(route, _left(until_s))
             self._store.set(f"here/{route.rank}", "")
@@ -328,7 +335,9 @@ class _Group:
         return group
 
     def _sent(self, flat: Tensor, bucket: Bucket) -> list[Any]:
-        route, group, tag = self.route, self._joined, self._exchanges
+        route = self.route
+        group = self._joined
+        tag = self._exchanges
         places = segments(bucket)
         if not route.sends:
             return [group.recv([flat[place]], source, tag) for source, place in places.items()]

@@ -30,7 +30,9 @@ class Channel:
     ) -> None:
         self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
         self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        self._pid, self._request, self._lock = os.getpid(), 0, Lock()
+        self._pid = os.getpid()
+        self._request = 0
+        self._lock = Lock()
         self._inbox: SimpleQueue[str] = SimpleQueue()
         self._take, self._leave = take or self._inbox.put, leave
         self._nothing = os.open(os.devnull, os.O_RDWR)

@@ -109,7 +109,9 @@ class SignedConnection(Raw):
 
     def sign(self, key: bytes, sends: bytes, receives: bytes) -> None:
         """Sign messages from now on. The other end needs the same key and swapped directions."""
-        self._key, self._sends, self._receives = key, sends, receives
+        self._key = key
+        self._sends = sends
+        self._receives = receives
         self._sent, self._received = itertools.count(), itertools.count()
 
     def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
@@ -137,7 +139,9 @@ class DriverConnection:
     def __init__(
         self, connection: Raw, aside: Method, ended: Callable[[], None] = lambda: os._exit(0)
     ) -> None:
-        self._connection, self._aside, self._ended = connection, aside, ended
+        self._connection = connection
+        self._aside = aside
+        self._ended = ended
         self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
             local = line.family == socket.AF_UNIX  # otherwise the local address reaches the driver
@@ -204,7 +208,9 @@ class RankConnection:
     def __init__(
         self, connection: Raw, say: Callable[[str], None], ended: Callable[[], None] = lambda: None
     ) -> None:
-        self._connection, self._say, self._sending = connection, say, Lock()
+        self._connection = connection
+        self._say = say
+        self._sending = Lock()
         # Wakes up the reader, which alone closes the connection. If another thread closed it, its
         # file descriptor could be reused before the reader has read from it or closed it again.
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))

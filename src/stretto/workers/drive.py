@@ -84,7 +84,9 @@ def _settle(answer: Future[T], call: Callable[[], T]) -> None:
 
 async def _cancellable(work: Coroutine[Any, Any, None]) -> BaseException | None:
     """Return the interrupt or exit that ended the work, because asyncio would log it if raised."""
-    loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), False
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    stopped = False
     assert task
 
     def stop() -> None:

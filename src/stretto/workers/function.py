@@ -92,7 +92,9 @@ class FunctionProcess:
         process = start_child("stretto.scoring.worker")
         assert process.stdin
         assert process.stdout
-        self._process, self._unread, self._request = process, b"", 0
+        self._process = process
+        self._unread = b""
+        self._request = 0
         self._pid, self._input = process.pid, process.stdin.fileno()
         self._output = process.stdout.fileno()
         self._kill = weakref.finalize(self, kill, process)

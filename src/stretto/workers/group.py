@@ -111,7 +111,9 @@ class ServiceGroup:
         restarts: int = 0,  # if a rank dies during the first start
         say: Callable[[str], None] = lambda _: None,  # gets a line for each restart
     ) -> None:
-        self.name, self._launch, self._clock = name, launch, clock or RealClock()
+        self.name = name
+        self._launch = launch
+        self._clock = clock or RealClock()
         self.replaceable = replaceable
         self.generation = 0  # how often the group was replaced
         self._restarting = asyncio.Lock()
@@ -233,7 +235,9 @@ class GroupExecutor:
     """Calls one service of a group."""
 
     def __init__(self, group: ServiceGroup, service: str) -> None:
-        self._group, self._service, self.generation = group, service, group.generation
+        self._group = group
+        self._service = service
+        self.generation = group.generation
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         group = self._group

@@ -86,8 +86,12 @@ class Ranks:
     ) -> None:
         self.remedy = "start again"  # after the cause of a failure is fixed, for messages
         self.facts: list[Facts] = []  # each rank's description of its process
-        self._size, self._patience_s, self._timeout_s = size, patience_s, timeout_s
-        self._role, self._words, self._logs = role, words, logs
+        self._size = size
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._role = role
+        self._words = words
+        self._logs = logs
         self._calling, self._closed = Lock(), False
         self._died: RankError | None = None
         self._tell: Callable[[RankError], None] = lambda _: None

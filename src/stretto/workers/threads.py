@@ -44,7 +44,9 @@ class WorkerThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Workers that work at the same time should share the cores out, as threads that wait for
         # each other spin. A call that begins while none beside works has `alone` so many.
-        self._shared, self._alone, self._beside = threads, alone, beside
+        self._shared = threads
+        self._alone = alone
+        self._beside = beside
 
         self._waiting: set[asyncio.Future[Any]] = set()
         self._failure: Exception | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
 from stretto.observe.idle import CAUSES, role_order
 from stretto.observe.report import runs as figures
@@ -184,7 +185,7 @@ def _curves(
     """Return ``steps``, ``times`` [s] and ``values`` by metric (``None`` if missing), averaged over
     stretches if there are too many."""
     rows = [m for m in metrics if m["step"] > after]
-    size = max(1, -(-len(rows) // _POINTS))
+    size = max(1, ceil_div(len(rows), _POINTS))
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     names = dict.fromkeys(name for m in rows for name in m if not name.startswith(NO_CURVES))
     values = {name: [_mean(m.get(name) for m in part) for part in parts] for name in names}

@@ -96,7 +96,9 @@ def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
     settings = (
         dict(flat_settings(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
     )
-    metrics, rollouts, trace = run.read_metrics(), run.read_rollouts(), run.trace.read()
+    metrics = run.read_metrics()
+    rollouts = run.read_rollouts()
+    trace = run.trace.read()
     needed = (
         (settings, "config.toml: its settings are not compared"),
         (metrics, "metrics.jsonl: it has no curves"),
@@ -240,7 +242,9 @@ def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     for index, run in enumerate(runs):
         for figures in (record["figures"] for record in run.evaluations):
             kl = figures.get("kl")
-            for by, rate, error in win_rates(figures) if kl else ():
+            if not kl:
+                continue
+            for by, rate, error in win_rates(figures):
                 point = {
                     "run": index,
                     "rate": rate,

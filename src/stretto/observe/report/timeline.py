@@ -22,8 +22,14 @@ _JOINED_GAP = 1 / 1000
 _SMALLEST_WAIT = 1 / 2000  # shortest wait to show, as a share of its step
 
 _NAME_CHARS = 14
-_WIDTH, _LEFT, _RIGHT = 960, 112, 20
-_LANE, _BAR, _HEAD, _AXIS, _LEGEND = 26, 18, 34, 34, 26
+_WIDTH = 960
+_LEFT = 112
+_RIGHT = 20
+_LANE = 26
+_BAR = 18
+_HEAD = 34
+_AXIS = 34
+_LEGEND = 26
 
 
 @dataclass(slots=True)
@@ -49,11 +55,9 @@ def bars(step: TracedStep) -> list[Bar]:
         if not span.waits and span.role != ENVIRONMENT:
             by_role.setdefault(span.role, []).append(_bar(span, step))
     gap_s = _JOINED_GAP * (step.end_s - step.start_s)
-    work = [
-        bar
-        for of_role in by_role.values()
-        for bar in (_join(of_role, gap_s) if len(of_role) > MAX_BARS else of_role)
-    ]
+    work: list[Bar] = []
+    for bars in by_role.values():
+        work += _join(bars, gap_s) if len(bars) > MAX_BARS else bars
     return work + _waiting(step)
 
 
@@ -124,7 +128,10 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
     steps = [run.steps[step] for run in runs]
     longest_s = max(s.end_s - s.start_s for s in steps) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / longest_s
-    body, kinds, causes, y = list[str](), set[str](), set[str](), 8.0
+    body = list[str]()
+    kinds = set[str]()
+    causes = set[str]()
+    y = 8.0
     for run, traced in zip(runs, steps, strict=True):
         body.append(
             f'<text class="title" x="16" y="{y + 20:.1f}">{escape(run.name)}'
@@ -192,7 +199,9 @@ def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int
     order = [*style.KINDS, *sorted(kinds - set(style.KINDS))]
     entries = [(style.kind_colour(k), style.KINDS.get(k, k)) for k in order if k in kinds]
     entries += [(_hatch(c), style.CAUSES[c]) for c in style.HATCHINGS if c in causes]
-    drawn, x, rows = [], float(_LEFT), 1
+    drawn = []
+    x = float(_LEFT)
+    rows = 1
     for fill, title in entries:
         width = 34 + 6.7 * len(title)
         if x + width > _WIDTH:

@@ -46,7 +46,9 @@ class PipelineExecutor:
     def __init__(
         self, actor: Stage, critic: Stage, layout: StageLayout, device: torch.device
     ) -> None:
-        self._rank, self._layout, self._device = dist.get_rank(), layout, device
+        self._rank = dist.get_rank()
+        self._layout = layout
+        self._device = device
         self._stages: Mapping[Name, Stage] = {"actor": actor, "critic": critic}
         if layout.ranks != dist.get_world_size():
             raise ConfigError(

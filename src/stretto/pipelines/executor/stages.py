@@ -128,10 +128,12 @@ def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> N
     """Remove the other stages' parts from a decoder, and adapt its config."""
     body: Any = stage.body
     at = plan.index(layers)
-    for name in [] if stage.first else plan[:at]:
-        setattr(body, name, None if name == plan[0] else nn.Identity())
-    for name in [] if stage.last else plan[at + 1 :]:
-        setattr(body, name, nn.Identity())
+    if not stage.first:
+        for name in plan[:at]:
+            setattr(body, name, None if name == plan[0] else nn.Identity())
+    if not stage.last:
+        for name in plan[at + 1 :]:
+            setattr(body, name, nn.Identity())
     setattr(body, layers, getattr(body, layers)[begin:end])
     body.config.num_hidden_layers = end - begin
     if (types := getattr(body.config, "layer_types", None)) is not None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
+from stretto.bounds import ceil_div
 from stretto.errors import ConfigError, EngineError, MissingExtraError, first_line
 from stretto.rollout.base import EngineSettings
 from stretto.types import FloatArray, Sampling, TopLogprobs
@@ -199,7 +200,7 @@ def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, A
     }
     if settings.device.type == "cpu":
         block = int(rollout.engine_args.get("block_size", CPU_BLOCK))  # type: ignore[arg-type]
-        blocks = rows * -(-settings.longest // block) + 1
+        blocks = rows * ceil_div(settings.longest, block) + 1
         arguments["kv_cache_memory_bytes"] = blocks * block * kv_bytes_per_token
         arguments["block_size"] = block
     return arguments | dict(rollout.engine_args)

@@ -93,7 +93,9 @@ class SimWorker:
         self.role = role
         self._turn, self._call_s = asyncio.Lock(), call_s
         self._devices = sorted(devices, key=lambda d: d.index)
-        self._tracer, self._cores, self._threads = tracer, cores, threads
+        self._tracer = tracer
+        self._cores = cores
+        self._threads = threads
 
     @property
     @asynccontextmanager

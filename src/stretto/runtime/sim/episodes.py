@@ -89,7 +89,9 @@ class Turns:
     """The turns of each rollout, whose token counts come from :class:`Lengths`."""
 
     def __init__(self, episodes: Episodes, lengths: Distribution, seed: int) -> None:
-        self._episodes, self._lengths, self._seed = episodes, lengths, seed
+        self._episodes = episodes
+        self._lengths = lengths
+        self._seed = seed
         self._first = Lengths(lengths, seed)
 
     def __call__(self, rollout_id: int) -> Sequence[Turn]:
@@ -133,7 +135,9 @@ class SimEnvironment:
         max_new_tokens: int,
         reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
     ) -> None:
-        self._turns, self._max_new_tokens, self._reward = turns, max_new_tokens, reward
+        self._turns = turns
+        self._max_new_tokens = max_new_tokens
+        self._reward = reward
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         return log[-1] if log else Observation(response.id, 0, _TOKENS[:0])

@@ -56,7 +56,10 @@ class _Faulty:
     """Injects faults into a role's calls and answers. Calls stay in order."""
 
     def __init__(self, role: Any, faults: Faults, name: str, *, mortal: bool) -> None:
-        self._role, self._faults, self._name, self._mortal = role, faults, name, mortal
+        self._role = role
+        self._faults = faults
+        self._name = name
+        self._mortal = mortal
         self._turn = asyncio.Lock()
         self._calls = self._restarts = 0
         self._dead = False

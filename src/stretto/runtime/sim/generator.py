@@ -75,7 +75,9 @@ class Replica:
     """A copy of the model with its slots. 0 slots: unlimited."""
 
     def __init__(self, cost: GeneratorCost, slots: int, speculation: Speculation) -> None:
-        self._cost, self._slots, self._speculating = cost, slots, speculation.rows
+        self._cost = cost
+        self._slots = slots
+        self._speculating = speculation.rows
         self._costs = cost.decode, cost.decode.speculating(speculation)
         self.waiting: deque[SimRow] = deque()
         self.rows: dict[int, SimRow] = {}
@@ -100,7 +102,9 @@ class Replica:
         return len(self.rows) + len(self.waiting)
 
     def begin(self, max_steps: int) -> None:
-        self.time_s, self.left, self.work = 0.0, max_steps, Counter()
+        self.time_s = 0.0
+        self.left = max_steps
+        self.work = Counter()
         self.fill()
 
     def advance(self) -> list[SimRow]:
@@ -301,8 +305,13 @@ class SimGenerator:
         carry: Literal["recompute", "reuse"] = "recompute",
         turns: Callable[[int], Sequence[Turn]] = lambda rollout_id: (),
     ) -> None:
-        self._worker, self._role, self._lengths, self._turns = worker, role, lengths, turns
-        self._max_new_tokens, self._carry, self._cost = max_new_tokens, carry, known(role.cost)
+        self._worker = worker
+        self._role = role
+        self._lengths = lengths
+        self._turns = turns
+        self._max_new_tokens = max_new_tokens
+        self._carry = carry
+        self._cost = known(role.cost)
         self._begin()
 
     def _begin(self) -> None:
@@ -349,9 +358,11 @@ class SimGenerator:
         """Apply ``how`` to keys and values of parked rollouts. Other ids are ignored. Dropped or
         offloaded ones do not return before their rollout continues.
         """
+        if how == "keep":
+            return
         async with self._worker.turn:
             moved = 0
-            for id_ in rollout_ids if how != "keep" else ():
+            for id_ in rollout_ids:
                 replica = self._parked.get(id_)
                 tokens = replica.unpark(id_) if replica else 0
                 if tokens and how == "offload":

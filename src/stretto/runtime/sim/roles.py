@@ -54,7 +54,10 @@ class SimScorer:
         role: ScorerRole,
         reward: Callable[[int, int], float] = lambda rollout_id, version: 0.0,
     ) -> None:
-        self._worker, self._role, self._reward, self.name = worker, role, reward, worker.role
+        self._worker = worker
+        self._role = role
+        self._reward = reward
+        self.name = worker.role
         self._cost = role.cost or known(None)
         streams = role.streams and isinstance(self._cost, PrefillCost)
         least = role.worthwhile_tokens
@@ -156,7 +159,9 @@ class SimLearner:
     """A learner that only takes time. Its state is the version."""
 
     def __init__(self, worker: SimWorker, role: LearnerRole) -> None:
-        self._worker, self._role, self._cost = worker, role, known(role.cost)
+        self._worker = worker
+        self._role = role
+        self._cost = known(role.cost)
         self.version = 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:

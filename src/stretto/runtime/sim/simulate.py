@@ -139,7 +139,9 @@ async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult
 
 def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
     """Make the schedule of the description. Must be called in a running loop."""
-    w, engines, schedule = cluster.workload, len(cluster.generators), cluster.schedule
+    w = cluster.workload
+    engines = len(cluster.generators)
+    schedule = cluster.schedule
     settings = Settings(
         w.batch,
         w.samples_per_prompt,
