@@ -1,7 +1,7 @@
 """All decoder families of the installed transformers, tiny and with random weights.
 
-``python tests/models/test_sweep.py`` writes the table of docs/models.md anew; with families' names
-after it, it prints what is found of these.
+``PYTHONPATH=tests python tests/models/test_sweep.py`` writes the table of docs/models.md again.
+With names of families after it, it prints their outcomes and writes nothing.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def test_families_are_as_the_table_says(family: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_has_what_the_sweep_finds() -> None:
-    """All families take some minutes; to write the table anew, run this file."""
+    """All families take some minutes. The module's docstring shows how to write the table."""
     assert table(swept(families())) == documented()
 
 
