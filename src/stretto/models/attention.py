@@ -86,12 +86,12 @@ def register() -> None:
     AttentionInterface.register(PACKED, _packed)  # without masks, for which the host would wait
 
 
-def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any) -> bool:
+def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Any) -> bool:
     return (
         query.shape[3] == key.shape[3] == value.shape[3]
         and getattr(module, "is_causal", False)
-        and not given.get("dropout")
-        and all(given.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
+        and not options.get("dropout")
+        and all(options.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
     )
 
 
@@ -106,14 +106,14 @@ def _attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    most = LONGEST.get(query.dtype, 0) if query.device.type == "cpu" else 0
-    whole = attention_mask is None and 1 < query.shape[2] == key.shape[2] <= most
-    after = (
+    max_length = LONGEST.get(query.dtype, 0) if query.device.type == "cpu" else 0
+    is_short_causal = attention_mask is None and 1 < query.shape[2] == key.shape[2] <= max_length
+    is_masked = (
         attention_mask is not None
         and attention_mask.shape[1] == 1  # for all heads
         and not torch.is_grad_enabled()
     )
-    if not (whole or after) or not _plain(module, query, key, value, kwargs):
+    if not (is_short_causal or is_masked) or not _plain(module, query, key, value, kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )

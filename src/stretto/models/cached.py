@@ -75,8 +75,8 @@ class CachedPass:
         return self._hidden(ids, at, self._masks(at, read))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
-        given = {"position_ids": positions, "attention_mask": mask, self._cache_name: self.cache}
-        hidden: Tensor = self.backbone(input_ids=ids, use_cache=True, **given).last_hidden_state
+        inputs = {"position_ids": positions, "attention_mask": mask, self._cache_name: self.cache}
+        hidden: Tensor = self.backbone(input_ids=ids, use_cache=True, **inputs).last_hidden_state
         return hidden
 
 
@@ -100,10 +100,10 @@ def check_cache(
     own.cache.reserve(CHECKED)
     with _explained(model):
         vocabulary = len(model.get_input_embeddings().weight)
-    seeded = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def gap() -> tuple[float, float]:
-        rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in (7, 3)]
+        rows = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in (7, 3)]
         own.prefill([0, 1], [0, 0], [rows[0][:3], rows[1][:1]])
         own.prefill([1, 0], [1, 3], [rows[1][1:2], rows[0][3:6]])
         ids = torch.tensor([row[-1] for row in rows], device=own.device)
@@ -129,27 +129,29 @@ def check_cache(
     _check_windows(own, vocabulary)
 
 
-def _check_windows(own: CachedPass, vocabulary: int) -> None:
+def _check_windows(cached_pass: CachedPass, vocabulary: int) -> None:
     """Check hidden states beyond narrowed windows by their median, as rounding may be large."""
-    configs = {id(m.config): m.config for m in own.backbone.modules() if hasattr(m, "config")}
-    found = ((c, name, getattr(c, name, None)) for c in configs.values() for name in WINDOWS)
-    windows = [(config, name, width) for config, name, width in found if width]
+    configs = {
+        id(m.config): m.config for m in cached_pass.backbone.modules() if hasattr(m, "config")
+    }
+    settings = ((c, name, getattr(c, name, None)) for c in configs.values() for name in WINDOWS)
+    windows = [(config, name, width) for config, name, width in settings if width]
     if not windows:
         return
-    length = min(CHECKED, positions_of(own.backbone, generating=True) or CHECKED)
-    seeded = torch.Generator().manual_seed(0)
+    length = min(CHECKED, positions_of(cached_pass.backbone, generating=True) or CHECKED)
+    generator = torch.Generator().manual_seed(0)
     lengths, first = (length, length - 5), (6, 2)
-    rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in lengths]
-    begun = [row[:n] for row, n in zip(rows, first, strict=True)]
-    rest = [row[n:] for row, n in zip(rows, first, strict=True)]
-    with _explained(own.backbone):
-        wide = [_plain(own, row) for row in rows]
+    rows = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    prefixes = [row[:n] for row, n in zip(rows, first, strict=True)]
+    suffixes = [row[n:] for row, n in zip(rows, first, strict=True)]
+    with _explained(cached_pass.backbone):
+        wide = [_plain(cached_pass, row) for row in rows]
         try:  # transformers reads window widths from the config in each pass
             for config, name, _ in windows:
                 setattr(config, name, _NARROW)
-            own.prefill([0, 1], [0, 0], begun)
-            hidden = own.prefill([1, 0], first[::-1], rest[::-1]).flip(0)
-            plain = [_plain(own, row) for row in rows]
+            cached_pass.prefill([0, 1], [0, 0], prefixes)
+            hidden = cached_pass.prefill([1, 0], first[::-1], suffixes[::-1]).flip(0)
+            plain = [_plain(cached_pass, row) for row in rows]
         finally:
             for config, name, before in windows:
                 setattr(config, name, before)
@@ -157,24 +159,24 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
     def beyond(states: Sequence[Tensor]) -> Tensor:
         return torch.cat([h[n:] for h, n in zip(states, first, strict=True)]).float()
 
-    got = torch.cat([h[: len(row)] for h, row in zip(hidden, rest, strict=True)]).float()
-    right, other = beyond(plain), beyond(wide)
-    off, effect, size = (
-        x.norm(dim=-1).median().item() for x in (got - right, other - right, right)
+    cached = torch.cat([h[: len(row)] for h, row in zip(hidden, suffixes, strict=True)]).float()
+    expected, unwindowed = beyond(plain), beyond(wide)
+    difference, effect, size = (
+        x.norm(dim=-1).median().item() for x in (cached - expected, unwindowed - expected, expected)
     )
-    share, floor = (0.02, 1e-4) if own.dtype == torch.float32 else (0.25, 0.1)
-    if not off <= max(share * effect, floor * size):
+    share, floor = (0.02, 1e-4) if cached_pass.dtype == torch.float32 else (0.25, 0.1)
+    if not difference <= max(share * effect, floor * size):
         raise EngineError(
-            f"{type(own.backbone).__name__} sees other tokens through its sliding window over a "
-            f"key-value cache in slots than without one (its hidden states differ by "
-            f"{off / size:.0%}). {ADVICE}",
+            f"{type(cached_pass.backbone).__name__} sees other tokens through its sliding window "
+            f"over a key-value cache in slots than without one (its hidden states differ by "
+            f"{difference / size:.0%}). {ADVICE}",
             "window-differs",
         )
 
 
-def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
-    ids = torch.tensor([row], device=own.device)
-    return plain_states(own.backbone, input_ids=ids)[0]
+def _plain(cached_pass: CachedPass, row: Sequence[int]) -> Tensor:
+    ids = torch.tensor([row], device=cached_pass.device)
+    return plain_states(cached_pass.backbone, input_ids=ids)[0]
 
 
 @contextmanager
@@ -197,12 +199,12 @@ def _explained(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
     """Return how many cache slots fit into memory, from a measured token."""
-    own = CachedPass(model, SlotCache(1))
-    own.cache.reserve(1)
-    with _explained(own.backbone):
-        own.prefill([0], [0], [[0]])
-    held = _grained(positions) + 1
-    return int(budget_bytes // (held * own.cache.token_bytes))
+    cached_pass = CachedPass(model, SlotCache(1))
+    cached_pass.cache.reserve(1)
+    with _explained(cached_pass.backbone):
+        cached_pass.prefill([0], [0], [[0]])
+    slot_positions = _grained(positions) + 1
+    return int(budget_bytes // (slot_positions * cached_pass.cache.token_bytes))
 
 
 class LayerMasks:
@@ -369,11 +371,13 @@ class SlotCache(Cache):
                 shapes = [(self.slots, x.shape[0], self.capacity + 1, x.shape[2]) for x in layers]
                 pairs = zip(layers, shapes, strict=True)
                 store += [x.new_zeros(shape, device=device) for x, shape in pairs]
-            own, given = ([(x.shape[-3], x.shape[-1]) for x in y] for y in (store, layers))
-            if own != given:
+            slot_shapes, row_shapes = (
+                [(x.shape[-3], x.shape[-1]) for x in y] for y in (store, layers)
+            )
+            if slot_shapes != row_shapes:
                 raise EngineError(
                     "a rollout can only move between engines of one model: its cache has layers of "
-                    f"(heads, head size) {given}, and the slots here are for {own}",
+                    f"(heads, head size) {row_shapes}, and the slots here are for {slot_shapes}",
                     "other-model",
                 )
             for target, source in zip(store, layers, strict=True):

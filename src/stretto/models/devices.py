@@ -89,8 +89,8 @@ class Backend:
         """Return the type that the device computes fastest in, and how that is known."""
         if not cpu_has_bfloat16():
             return torch.float32, "the CPU has no instructions for bfloat16"
-        measured = product_speeds(threads or torch.get_num_threads())
-        return measured.choice, str(measured)
+        speeds = product_speeds(threads or torch.get_num_threads())
+        return speeds.choice, str(speeds)
 
     def use_fastest_attention(self, model: nn.Module) -> None:
         use_short_attention(model)
@@ -318,14 +318,14 @@ class CudaBackend(Backend):
         return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square().sum()
 
     def timer(self) -> Callable[[], float]:
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self.device)
-        begun.record(stream)
+        start_event.record(stream)
 
         def seconds() -> float:
-            ended.record(stream)
-            ended.synchronize()
-            return float(begun.elapsed_time(ended)) / 1e3
+            end_event.record(stream)
+            end_event.synchronize()
+            return float(start_event.elapsed_time(end_event)) / 1e3
 
         return seconds
 

@@ -105,10 +105,10 @@ def output_head(model: nn.Module) -> OutputHead:
     hidden = plain_states(backbone(lm), input_ids=ids)
     with unpacked():
         theirs = lm(input_ids=ids, use_cache=False).logits.float()
-    for made in (head, plain):  # Aya Vision leaves out what its decoder's config says
-        worst = (made.logits(hidden) - theirs).abs().max().item()
+    for candidate in (head, plain):  # Aya Vision leaves out what its decoder's config says
+        worst = (candidate.logits(hidden) - theirs).abs().max().item()
         if worst <= 0.02 * theirs.abs().max().item() + 1e-4:
-            return made
+            return candidate
     raise ModelError(
         f"{kind} does something to its logits besides its output layer (they differ by "
         f"{worst:.3g}); Stretto computes logits at response positions only and cannot use it. "
@@ -136,13 +136,13 @@ class Packing:
     def of(cls, lengths: Sequence[int], width: int) -> Self:
         """Lay out rows of a width with so many tokens each; on the CPU."""
         sizes = torch.tensor(lengths)
-        kept = (torch.arange(width) < sizes[:, None]).flatten().nonzero()[:, 0]
+        places = (torch.arange(width) < sizes[:, None]).flatten().nonzero()[:, 0]
         ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int32)
-        return cls(kept, kept % width, ends, max(lengths))
+        return cls(places, places % width, ends, max(lengths))
 
     def to(self, device: torch.device) -> Self:
-        kept, positions, ends = (t.to(device) for t in (self.kept, self.positions, self.ends))
-        return replace(self, kept=kept, positions=positions, ends=ends)
+        places, positions, ends = (t.to(device) for t in (self.kept, self.positions, self.ends))
+        return replace(self, kept=places, positions=positions, ends=ends)
 
     def states(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return last hidden states [M, H] of padded tokens [b, L]."""
@@ -213,7 +213,7 @@ def inputs(responses: Sequence[Response]) -> list[list[int]]:
 
 def flat_places(places: Sequence[Sequence[int]], width: int) -> Tensor:
     """Return places [N] in rows of a width, one row after another, on the CPU."""
-    flat = [row * width + at for row, own in enumerate(places) for at in own]
+    flat = [row * width + at for row, row_places in enumerate(places) for at in row_places]
     return torch.tensor(flat, dtype=torch.long)
 
 

@@ -58,8 +58,8 @@ def critic_from_actor(actor: nn.Module, *, shares: bool = False) -> nn.Module:
     without changing them.
     """
     lm = unwrapped(actor)
-    own = headless(lm)
-    body = with_own_structure(own) if shares else copied(own)
+    actor_body = headless(lm)
+    body = with_own_structure(actor_body) if shares else copied(actor_body)
     return _classifier(lm, body, "name a scalar model in critic.init")
 
 
@@ -97,11 +97,11 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
             "no-classifier",
         ) from error
     setattr(classifier, classifier.base_model_prefix, body)
-    made: nn.Module = classifier.to(lm.device).eval()
+    model: nn.Module = classifier.to(lm.device).eval()
     with torch.no_grad():
-        for parameter in scalar_head(made).parameters():
+        for parameter in scalar_head(model).parameters():
             parameter.zero_()
-    return made
+    return model
 
 
 def register_classifier(kind: type[PreTrainedConfig]) -> None:
@@ -117,17 +117,17 @@ def register_classifier(kind: type[PreTrainedConfig]) -> None:
         return
     lm = auto._model_mapping[kind]
     base = next(c for c in lm.__mro__ if c.__name__.endswith("PreTrainedModel"))
-    own = {
+    namespace = {
         "config_class": kind,
         "__module__": lm.__module__,  # transformers inspects its source for features
         "__reduce__": lambda self: (_empty_classifier, (kind,), vars(self)),
     }
     name = f"{kind.__name__.removesuffix('Config')}ForSequenceClassification"
-    made: Any = type(name, (GenericForSequenceClassification, base), own)
+    classifier: Any = type(name, (GenericForSequenceClassification, base), namespace)
     if not hasattr(kind, "pad_token_id"):  # read by its forward, missing for CodeGen
         setattr(kind, "pad_token_id", None)  # noqa: B010
     # In 5.17 Auto.register() ignores config classes that belong to transformers itself.
-    Auto._model_mapping._extra_content[kind] = made
+    Auto._model_mapping._extra_content[kind] = classifier
 
 
 def _empty_classifier(kind: type[PreTrainedConfig]) -> PreTrainedModel:
@@ -135,8 +135,8 @@ def _empty_classifier(kind: type[PreTrainedConfig]) -> PreTrainedModel:
     from transformers import AutoModelForSequenceClassification as Auto
 
     register_classifier(kind)
-    made: Any = Auto._model_mapping[kind]
-    empty: PreTrainedModel = made.__new__(made)
+    classifier: Any = Auto._model_mapping[kind]
+    empty: PreTrainedModel = classifier.__new__(classifier)
     return empty
 
 
@@ -146,11 +146,11 @@ def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iter
     padding token unless it is in ``ends``. Otherwise takes the first special token that neither
     ends nor begins a text. Without one, transformers refuses batches.
     """
-    taken = {*ends, tokenizer.eos_token_id}
-    own: Any = tokenizer.pad_token_id
+    end_ids = {*ends, tokenizer.eos_token_id}
+    current: Any = tokenizer.pad_token_id
     special = sorted(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
-    free = [i for i in special if i not in {*taken, tokenizer.bos_token_id}]
-    pad = own if own is not None and own not in taken else next(iter(free), None)
+    spares = [i for i in special if i not in {*end_ids, tokenizer.bos_token_id}]
+    pad = current if current is not None and current not in end_ids else next(iter(spares), None)
     config = unwrapped(model).config
     config.pad_token_id = config.get_text_config().pad_token_id = pad
     if pad is not None:

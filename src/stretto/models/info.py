@@ -76,8 +76,8 @@ class ModelInfo:
         return self.weights or read_by_transformers(self.name, json.dumps(self.source))[1]
 
     def number(self, *names: str) -> int | None:
-        found = (self.config.get(name) for name in names)
-        return next((int(n) for n in found if isinstance(n, int | float)), None)
+        entries = (self.config.get(name) for name in names)
+        return next((int(n) for n in entries if isinstance(n, int | float)), None)
 
     @property
     def layers(self) -> int | None:
@@ -110,14 +110,14 @@ class ModelInfo:
                 if len(shape) == 2 and f"{name}.weight" in self.tensors
                 if shape[0] != vocabulary and not any(part in name for part in around)
             ]
-        named = self.config.get("architectures")
-        kind = str(named[0]) if isinstance(named, list) and named else f"'{self.name}'"
+        classes = self.config.get("architectures")
+        kind = str(classes[0]) if isinstance(classes, list) and classes else f"'{self.name}'"
         require_targets(targets, {**layers, "lm_head": ()}, kind)
         if "lm_head" in targets and not any(n.endswith("lm_head") for n in layers):
             inputs = next((n for n in layers if "embed" in n or "wte" in n), "the embeddings")
             raise tied_error("lm_head", inputs)
-        chosen = [n for n in layers for t in targets if n == t or n.endswith(f".{t}")]
-        return [layers[name] for name in set(chosen)]
+        layer_names = [n for n in layers for t in targets if n == t or n.endswith(f".{t}")]
+        return [layers[name] for name in set(layer_names)]
 
     @cached_property
     def shape(self) -> Shape:
@@ -200,13 +200,13 @@ def model_info(name: str) -> ModelInfo | None:
     if isinstance(folder, str):
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(folder, "config.json")
-        folder = Path(found).parent if isinstance(found, str) else None
+        config_file = try_to_load_from_cache(folder, "config.json")
+        folder = Path(config_file).parent if isinstance(config_file, str) else None
     if folder:
         config = read_json(folder / "config.json", f"the config of '{name}'")
         return ModelInfo(name, config, _tensor_shapes(folder), folder)
-    known = shapes.known_config(name)
-    return ModelInfo(name, known, dict(shapes.weight_shapes(known))) if known else None
+    entries = shapes.known_config(name)
+    return ModelInfo(name, entries, dict(shapes.weight_shapes(entries))) if entries else None
 
 
 def described(name: str) -> ModelInfo:
@@ -214,8 +214,8 @@ def described(name: str) -> ModelInfo:
     file = Path(name).expanduser()
     if file.name == "config.json" and file.is_file():
         name = str(file.parent)
-    named = "/" not in name and not is_known(name) and not file.exists()
-    if not named and (info := model_info(name)):
+    is_public_name = "/" not in name and not is_known(name) and not file.exists()
+    if not is_public_name and (info := model_info(name)):
         return info
     if config := shapes.public_config(name):
         weights = dict(shapes.weight_shapes(config)) if config["model_type"] in shapes.PLAIN else {}
@@ -242,26 +242,30 @@ def with_adapter_settings(config: ModelConfig) -> ModelConfig:
     folder = adapter_folder(config.name)
     if folder is None:
         return config
-    found = read_json(folder / "adapter_config.json", f"the adapter of '{config.name}'")
+    adapter = read_json(folder / "adapter_config.json", f"the adapter of '{config.name}'")
     parts = {"peft_type": "LORA", "bias": "none", "modules_to_save": None}
     for key, trained in parts.items():
-        if (value := found.get(key) or trained) != trained:
+        if (value := adapter.get(key) or trained) != trained:
             raise ConfigError(
                 f"the adapter '{config.name}' has {key} = {value!r}, and adapters here are LoRA's "
                 "alone. Merge it into its model (merge_and_unload), and train that",
                 "adapter-not-trained",
             )
-    targets = found["target_modules"]
+    targets = adapter["target_modules"]
     names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
-    kind = next((k for k in ("dora", "rslora") if found.get(f"use_{k}")), "lora")
-    own = {"lora_rank": found["r"], "lora_alpha": float(found["lora_alpha"]), "lora_targets": names}
-    own |= {"lora_kind": kind}
-    for name, value in own.items():
-        given, default = getattr(config, name), ModelConfig.model_fields[name].default
-        if given not in (value, default):
+    kind = next((k for k in ("dora", "rslora") if adapter.get(f"use_{k}")), "lora")
+    settings = {
+        "lora_rank": adapter["r"],
+        "lora_alpha": float(adapter["lora_alpha"]),
+        "lora_targets": names,
+    }
+    settings |= {"lora_kind": kind}
+    for name, value in settings.items():
+        current, default = getattr(config, name), ModelConfig.model_fields[name].default
+        if current not in (value, default):
             raise ConfigError(
-                f"model.{name} = {given!r}, and the adapter '{config.name}' that training goes on "
-                f"with has {value!r}; leave the setting out",
+                f"model.{name} = {current!r}, and the adapter '{config.name}' that training goes "
+                f"on with has {value!r}; leave the setting out",
                 "adapter-contradicted",
             )
     if kind == "dora" and config.load_in_4bit:
@@ -270,7 +274,7 @@ def with_adapter_settings(config: ModelConfig) -> ModelConfig:
             "supported with those; leave load_in_4bit out",
             "4bit-with-dora",
         )
-    return config.model_copy(update=own)
+    return config.model_copy(update=settings)
 
 
 def measure(config: ModelConfig) -> tuple[int, int | None]:
@@ -367,8 +371,8 @@ def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[
 
     from_hub: AbstractContextManager[None] = nullcontext()
     if fetches and isinstance(path, str) and not Path(path).is_dir():
-        here = hub.is_cached("models", path)
-        from_hub = hub.loading(f"the model '{path}'", here, ModelError, NOT_ON_HUB)
+        is_cached = hub.is_cached("models", path)
+        from_hub = hub.loading(f"the model '{path}'", is_cached, ModelError, NOT_ON_HUB)
     try:
         with from_hub:
             yield

@@ -74,11 +74,11 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     # transformers has no entry for the config of a model with custom code.
-    own = language_auto(type(load_config(path, trust_remote_code)))
-    kind = own or AutoModelForCausalLM
+    auto_class = language_auto(type(load_config(path, trust_remote_code)))
+    kind = auto_class or AutoModelForCausalLM
     base = adapter_base(path)
-    found, in_files = resolve(base) if base else path, in_files and not (base and merged)
-    model = _load(kind, found, dtype, device, trust_remote_code, in_files, load_in_4bit)
+    source, in_files = resolve(base) if base else path, in_files and not (base and merged)
+    model = _load(kind, source, dtype, device, trust_remote_code, in_files, load_in_4bit)
     if fault := _fault(model):
         raise ModelError(
             "only decoder-only models with a key-value cache can be trained; "
@@ -126,8 +126,10 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def named_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    named, own = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
-    ids: list[Any] = [*named, own] if isinstance(named, list) else [named, own]
+    config_ids, tokenizer_id = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
+    ids: list[Any] = (
+        [*config_ids, tokenizer_id] if isinstance(config_ids, list) else [config_ids, tokenizer_id]
+    )
     return frozenset(int(i) for i in ids if i is not None)
 
 
@@ -137,8 +139,8 @@ def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
 
     if (entries := known_config(name)) is None:
         return load_config(resolve(name), trust_remote_code)
-    found: PreTrainedConfig = AutoConfig.for_model(**entries)
-    return found
+    config: PreTrainedConfig = AutoConfig.for_model(**entries)
+    return config
 
 
 def _load(
@@ -155,10 +157,10 @@ def _load(
         in_files, model = False, _read_in_4bit(read, dtype, device)
     elif in_files:
         with explained(path, "the model"):
-            stored = mapped.stored_dtype(path) or dtype
-        model = read(stored)
-        late = stored != dtype and _converts_late(model, auto_class, dtype, trust_remote_code)
-        if stored != dtype and not late:
+            file_dtype = mapped.stored_dtype(path) or dtype
+        model = read(file_dtype)
+        late = file_dtype != dtype and _converts_late(model, auto_class, dtype, trust_remote_code)
+        if file_dtype != dtype and not late:
             model = read(dtype)
         mapped.leave_in_files(model, dtype if late else None)
     else:
@@ -197,7 +199,7 @@ def let_gradients_through(model: Any) -> None:
 
 
 def _read(
-    auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: torch.dtype, **given: Any
+    auto_class: Any, path: Path | str, trust_remote_code: bool, dtype: torch.dtype, **options: Any
 ) -> Any:
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
@@ -209,7 +211,7 @@ def _read(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **given,
+            **options,
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -229,8 +231,8 @@ def _converts_late(
         return False
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        made = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    types = [{name: b.dtype for name, b in m.named_buffers()} for m in (model, made)]
+        reference = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    types = [{name: b.dtype for name, b in m.named_buffers()} for m in (model, reference)]
     return types[0] == types[1]
 
 
@@ -311,12 +313,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | None = Non
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
             return save_tokenizer(tokenizer, Path(scratch))
-    given: dict[str, Any] = getattr(tokenizer, "init_kwargs", {})
+    init_kwargs: dict[str, Any] = getattr(tokenizer, "init_kwargs", {})
     try:
         try:
             tokenizer.save_pretrained(folder)
         except TypeError:
-            tokenizer.init_kwargs = {key: v for key, v in given.items() if _is_written(v)}
+            tokenizer.init_kwargs = {key: v for key, v in init_kwargs.items() if _is_written(v)}
             tokenizer.save_pretrained(folder)
     except OSError:
         raise
@@ -327,8 +329,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | None = Non
             "tokenizer-not-saved",
         ) from error
     finally:
-        if given:
-            tokenizer.init_kwargs = given
+        if init_kwargs:
+            tokenizer.init_kwargs = init_kwargs
 
 
 def _is_written(value: Any) -> bool:
@@ -353,11 +355,11 @@ def _dequantized(model: Any) -> Any:
             continue
         from transformers.integrations import bitsandbytes
 
-        whole = bitsandbytes.dequantize_bnb_weight(weight)
+        full_weight = bitsandbytes.dequantize_bnb_weight(weight)
         for adapter in getattr(module, "active_adapters", ()):
-            whole = (whole + module.get_delta_weight(adapter)).to(whole.dtype)
+            full_weight = (full_weight + module.get_delta_weight(adapter)).to(full_weight.dtype)
         plain = torch.nn.Linear(1, 1, bias=False, device="meta")
-        plain.weight, plain.bias = torch.nn.Parameter(whole.cpu()), layer.bias
+        plain.weight, plain.bias = torch.nn.Parameter(full_weight.cpu()), layer.bias
         model.set_submodule(name, plain)
     return model
 

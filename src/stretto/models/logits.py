@@ -90,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         n, vocabulary = hidden.shape[0], weight.shape[0]
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         top = torch.full((n,), -torch.inf, dtype=dtype, device=hidden.device)
-        total, weighted, chosen = (torch.zeros_like(top) for _ in range(3))
+        total, weighted, target_logits = (torch.zeros_like(top) for _ in range(3))
         for start, stop in _slices(n, vocabulary, hidden.device.type):
             s = head.logits(hidden, start, stop).div_(temperature)
             new_top = torch.maximum(top, s.amax(-1))
@@ -102,9 +102,11 @@ class _TokenLogprobs(torch.autograd.Function):
             e = s.exp()
             weighted = shrink * (weighted + total * fall) + (e * s).sum(-1)
             total = total * shrink + e.sum(-1)
-            here = (targets >= start) & (targets < stop)
+            in_slice = (targets >= start) & (targets < stop)
             at = (targets - start).clamp(0, stop - start - 1)
-            chosen = torch.where(here, s.gather(1, at[:, None])[:, 0], chosen + fall)
+            target_logits = torch.where(
+                in_slice, s.gather(1, at[:, None])[:, 0], target_logits + fall
+            )
             top = new_top
         log_total = total.log()
         lse = top + log_total
@@ -112,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # tells missing gradients from zeros without the host
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.head, ctx.temperature = head, temperature
-        return chosen - log_total, entropy
+        return target_logits - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -133,10 +135,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_entropy is not None:
                 slope = slope - grad_entropy[:, None] * (log_p + entropy[:, None])
             ds = p.mul_(slope)
-            here = ((targets >= start) & (targets < stop))[:, None]
+            in_slice = ((targets >= start) & (targets < stop))[:, None]
             at = (targets - start).clamp(0, stop - start - 1)[:, None]
-            chosen = ds.gather(1, at)
-            ds.scatter_(1, at, torch.where(here, chosen + grad_logprob[:, None], chosen))
+            target_ds = ds.gather(1, at)
+            ds.scatter_(1, at, torch.where(in_slice, target_ds + grad_logprob[:, None], target_ds))
             ds.mul_(head.scale / temperature)
             if head.softcap:
                 ds.mul_(1 - (z / head.softcap).square_())

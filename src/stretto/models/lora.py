@@ -182,7 +182,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     modules = dict(model.named_modules())
     layers = [name for name, module in modules.items() if isinstance(module, kinds)]
     require_targets(targets, modules, type(model).__name__, layers)
-    chosen: dict[int, str] = {}  # names by their weights
+    layer_names: dict[int, str] = {}  # by the ids of their weights
     for target in targets:
         for name, module in modules.items():
             if name != target and not name.endswith(f".{target}"):
@@ -193,8 +193,8 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
                     "adapters go on linear layers and embeddings",
                     "no-adapters-there",
                 )
-            chosen[id(module.weight)] = name
+            layer_names[id(module.weight)] = name
     for name, module in modules.items():
-        other = chosen.get(id(getattr(module, "weight", None)))
+        other = layer_names.get(id(getattr(module, "weight", None)))
         if other and other != name:
             raise tied_error(other, name)

@@ -28,13 +28,13 @@ def stored_dtype(path: Path | str) -> torch.dtype | None:
     """Return the single type of a model's stored weights, if it is float32 or bfloat16."""
     from safetensors import safe_open
 
-    found = set[str]()
+    dtype_names = set[str]()
     for file in _files(str(path)):
         with safe_open(file, "pt") as weights:
             types = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-            found |= {name for name in types if "F" in name}  # other types are not weights
-    known = {"F32": torch.float32, "BF16": torch.bfloat16}
-    return known.get(min(found)) if len(found) == 1 else None
+            dtype_names |= {name for name in types if "F" in name}  # other types are not weights
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return dtypes.get(min(dtype_names)) if len(dtype_names) == 1 else None
 
 
 def _files(path: str) -> Sequence[str]:
@@ -70,9 +70,9 @@ def copied(model: M) -> M:
     shared: dict[int, Any] = {}
     for weight in model.parameters():
         if hasattr(weight, _DTYPE):
-            own = nn.Parameter(weight.detach(), weight.requires_grad)
-            setattr(own, _DTYPE, final_dtype(weight))
-            shared[id(weight)] = own
+            parameter = nn.Parameter(weight.detach(), weight.requires_grad)
+            setattr(parameter, _DTYPE, final_dtype(weight))
+            shared[id(weight)] = parameter
     return copy.deepcopy(model, shared)
 
 

@@ -58,9 +58,9 @@ class CopyStream:
 
     def wait(self, copies: Iterable[Future[None]], owner: str) -> None:
         """Wait for copies, and record the wait if they were not done."""
-        left = list(copies)
-        waits, start_s = not all(copy.done() for copy in left), self._clock.now()
-        for copy in left:
+        pending = list(copies)
+        waits, start_s = not all(copy.done() for copy in pending), self._clock.now()
+        for copy in pending:
             copy.result()
         if waits:
             about = {"cause": "swap", "owner": owner}
@@ -91,8 +91,8 @@ class _SharedBuffer:
 
     def views(self) -> Iterator[tuple[Tensor, Tensor]]:
         for t, start, stride in zip(self.tensors, self.starts, self.strides, strict=True):
-            own = self.device[start : start + t.numel() * t.itemsize].view(t.dtype)
-            yield t, own.as_strided(t.shape, stride, start // t.itemsize)
+            region = self.device[start : start + t.numel() * t.itemsize].view(t.dtype)
+            yield t, region.as_strided(t.shape, stride, start // t.itemsize)
 
     def in_place(self) -> bool:
         where = self.device.data_ptr()
@@ -175,8 +175,8 @@ class OffloadedTensors:
 
     def _allocate(self) -> None:
         device = self.copies.device
-        made = [torch.empty(b.size, dtype=torch.uint8, device=device) for b in self._buffers]
-        for buffer, room in zip(self._buffers, made, strict=True):
+        rooms = [torch.empty(b.size, dtype=torch.uint8, device=device) for b in self._buffers]
+        for buffer, room in zip(self._buffers, rooms, strict=True):
             buffer.device = room
 
     def _copy(self, direction: Literal["in", "out"]) -> None:
@@ -190,8 +190,8 @@ class OffloadedTensors:
 
     def _pack(self) -> None:
         tensors = [tensor for tensor in self._find() if tensor.numel()]
-        held = [tensor for buffer in self._buffers for tensor in buffer.tensors]
-        same = len(held) == len(tensors) and all(map(is_, held, tensors))
+        buffer_tensors = [tensor for buffer in self._buffers for tensor in buffer.tensors]
+        same = len(buffer_tensors) == len(tensors) and all(map(is_, buffer_tensors, tensors))
         if same and all(buffer.in_place() for buffer in self._buffers):
             return
         self._buffers, self.changed = [], True
@@ -210,14 +210,14 @@ class OffloadedTensors:
 def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors in order. A group fits into a buffer unless it is a single tensor."""
     groups: list[list[Tensor]] = []
-    left = 0
+    free_bytes = 0
     for tensor in tensors:
         size = _room_of(tensor)
-        if not groups or size > left:
+        if not groups or size > free_bytes:
             groups.append([])
-            left = BUFFER_BYTES
+            free_bytes = BUFFER_BYTES
         groups[-1].append(tensor)
-        left -= size
+        free_bytes -= size
     return groups
 
 

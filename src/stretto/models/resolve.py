@@ -77,8 +77,8 @@ def name_base(folder: Path) -> None:
 
 
 def cache_dir() -> Path:
-    if own := os.environ.get("STRETTO_CACHE"):
-        return Path(own).expanduser()
+    if override := os.environ.get("STRETTO_CACHE"):
+        return Path(override).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
 
 
@@ -140,8 +140,8 @@ def adapter_base(path: Path | str) -> str:
             "base_model_name_or_path",
             "adapter-without-base",
         )
-    beside = folder / base
-    return str(beside) if beside.is_dir() and not Path(base).is_dir() else base
+    local_base = folder / base
+    return str(local_base) if local_base.is_dir() and not Path(base).is_dir() else base
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
@@ -203,9 +203,9 @@ def _made(name: str, say: Say) -> Path:
     final = cache_dir() / _FOLDERS[name]
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
-        for left in cache_dir().glob(f".{name}-*"):
-            if time.time() - left.stat().st_mtime > _LEFTOVER_AGE_S:
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in cache_dir().glob(f".{name}-*"):
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:
+                shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir()) as folder:
             scratch = Path(folder)
             with quiet_transformers():

@@ -68,15 +68,15 @@ class ShardLayout:
     def bounds(self, full: FullParameter, rank: int) -> Bounds:
         """Return the part of a parameter that a rank holds."""
         row, column = divmod(rank, self.tp)
-        found = [*full_bounds(full.shape)]
+        part = [*full_bounds(full.shape)]
         if full.dim is not None:
             size = full.shape[full.dim] // self.tp
-            found[full.dim] = (column * size, (column + 1) * size)
-        if full.by_rows and found:
-            start, end = found[0]
-            each = ceil_div(end - start, self.fsdp)  # like torch.chunk
-            found[0] = (min(start + row * each, end), min(start + (row + 1) * each, end))
-        return tuple(found)
+            part[full.dim] = (column * size, (column + 1) * size)
+        if full.by_rows and part:
+            start, end = part[0]
+            chunk = ceil_div(end - start, self.fsdp)  # like torch.chunk
+            part[0] = (min(start + row * chunk, end), min(start + (row + 1) * chunk, end))
+        return tuple(part)
 
     def first(self, full: FullParameter, rank: int) -> Bounds | None:
         """Return the part that this rank is the first to hold. ``None`` if it is empty or none."""
@@ -86,8 +86,8 @@ class ShardLayout:
         return bounds if first and all(start < end for start, end in bounds) else None
 
     def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
-        found = {name: self.first(parameter, rank) for name, parameter in full.items()}
-        return {name: bounds for name, bounds in found.items() if bounds is not None}
+        bounds_by_name = {name: self.first(parameter, rank) for name, parameter in full.items()}
+        return {name: bounds for name, bounds in bounds_by_name.items() if bounds is not None}
 
 
 def full_bounds(shape: Sequence[int]) -> Bounds:
@@ -118,6 +118,8 @@ def held_elements(places: Places, full: Sequence[int], bounds: Bounds) -> tuple[
     inside = np.ones(len(places), bool)
     for at, (start, end) in zip(coordinates, bounds, strict=True):
         inside &= (start <= at) & (at < end)
-    own = tuple(at[inside] - start for at, (start, _) in zip(coordinates, bounds, strict=True))
-    at_flat: Places = np.ravel_multi_index(own, shape(bounds)).astype(np.int64)
+    part_coordinates = tuple(
+        at[inside] - start for at, (start, _) in zip(coordinates, bounds, strict=True)
+    )
+    at_flat: Places = np.ravel_multi_index(part_coordinates, shape(bounds)).astype(np.int64)
     return np.flatnonzero(inside), at_flat

@@ -60,8 +60,8 @@ class Slices:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._shared is None or self._shared[0] is not x:
-            made: Tensor = _Shared.apply(x, self)  # type: ignore[no-untyped-call]
-            self._shared = x, made
+            shared_input: Tensor = _Shared.apply(x, self)  # type: ignore[no-untyped-call]
+            self._shared = x, shared_input
         return self._shared[1]
 
     def forget(self) -> None:
@@ -204,8 +204,8 @@ def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
 
 
 def _dims(cut: type[_Linear], linear: nn.Linear, name: str) -> dict[str, int]:
-    held = dict(linear.named_parameters(recurse=False))
-    return {f"{name}.{key}": dim for key, dim in cut.DIMS.items() if key in held}
+    parameters = dict(linear.named_parameters(recurse=False))
+    return {f"{name}.{key}": dim for key, dim in cut.DIMS.items() if key in parameters}
 
 
 def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
@@ -215,14 +215,16 @@ def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, Full
     """
     slices, cut = slices_of(model)
     dtype = final_dtype(next(model.parameters()))
-    found = {}
+    full = {}
     for name, parameter in model.named_parameters():
         sizes = list(parameter.shape)
         if slices and name in cut:
             sizes[cut[name]] *= slices.size
-        own = final_dtype(parameter)
-        found[name] = FullParameter(tuple(sizes), own, dims.get(name), by_rows=own == dtype)
-    return found
+        parameter_dtype = final_dtype(parameter)
+        full[name] = FullParameter(
+            tuple(sizes), parameter_dtype, dims.get(name), by_rows=parameter_dtype == dtype
+        )
+    return full
 
 
 def _check_between(model: nn.Module, planned: Sequence[str]) -> None:

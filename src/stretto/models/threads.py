@@ -44,10 +44,10 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
     error or an interrupt of this thread ends the other calls.
     """
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
-    share, left = divmod(threads, len(calls))
-    if len(calls) < 2 or left:
+    share, remainder = divmod(threads, len(calls))
+    if len(calls) < 2 or remainder:
         return [call() for call in calls]
-    asked: list[tuple[Callable[[], T], Future[T]]] = [(call, Future()) for call in calls]
+    pending: list[tuple[Callable[[], T], Future[T]]] = [(call, Future()) for call in calls]
 
     def make(call: Callable[[], T], answer: Future[T]) -> None:
         try:
@@ -57,23 +57,23 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
         except BaseException as error:
             answer.set_exception(error)
 
-    (own, _), *rest = asked
-    others = [Thread(target=make, args=each, daemon=True) for each in rest]
+    (first_call, _), *rest = pending
+    workers = [Thread(target=make, args=call_and_answer, daemon=True) for call_and_answer in rest]
     answers = [answer for _, answer in rest]
     try:
-        for other in others:
-            other.start()
+        for worker in workers:
+            worker.start()
         set_threads(share)
-        first = own()
+        first = first_call()
         # Thread.join would, if interrupted, consider the other thread ended (Python 3.11).
         while wait(answers, WAKE_S).not_done:
             pass
     except BaseException:
-        for other in others:
-            interrupt(other, SystemExit)
+        for worker in workers:
+            interrupt(worker, SystemExit)
         raise
     finally:
-        for other in others:
-            other.join()
+        for worker in workers:
+            worker.join()
         set_threads(threads)
     return [first, *(answer.result() for answer in answers)]

@@ -69,20 +69,20 @@ def byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     marks = ["<pad>", "<bos>", "<eos>", *(("<|im_start|>", "<|im_end|>") if chat else ())]
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in marks])
-    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast_tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<|im_end|>" if chat else "<eos>",
     )
     if chat:
-        made.chat_template = _CHAT
-    return made
+        fast_tokenizer.chat_template = _CHAT
+    return fast_tokenizer
 
 
 def _byte_characters() -> list[str]:
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
+    unprintable = (byte for byte in range(256) if byte not in printable)
     characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    characters |= {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
     return [characters[byte] for byte in range(256)]

@@ -71,9 +71,9 @@ class RunningFingerprint:
 
     def mark(self) -> str:
         """Return the fingerprint of the latest tensor of each name seen so far."""
-        taken = [found for found in self._taken.values() if found]
-        device = taken[-1][1].device if taken else None
-        return _hash([head for head, _ in taken], [sample.to(device) for _, sample in taken])
+        entries = [entry for entry in self._taken.values() if entry]
+        device = entries[-1][1].device if entries else None
+        return _hash([head for head, _ in entries], [sample.to(device) for _, sample in entries])
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -103,22 +103,22 @@ def fingerprint_of_parts(
         sample = torch.zeros(len(places), device=part.device)
         if name in own:
             numbers, at = held_elements(places, parameter.shape, own[name])
-            held = part.reshape(-1)[torch.from_numpy(at).to(part.device)]
-            sample[torch.from_numpy(numbers).to(part.device)] = held.to(parameter.dtype).float()
+            elements = part.reshape(-1)[torch.from_numpy(at).to(part.device)]
+            sample[torch.from_numpy(numbers).to(part.device)] = elements.to(parameter.dtype).float()
         spread.append(sample)
     return _hash(heads, [add_up(torch.cat(spread))])
 
 
 def fingerprint_of(model: nn.Module) -> str:
     """Return the :func:`fingerprint` of a model's parameters. A collective for a sliced model."""
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     slices, dims = slices_of(model)
     if slices is None:
-        return fingerprint(named.items())
+        return fingerprint(parameters.items())
     full = full_parameters(model, dims)
-    held = {name: replace(parameter, by_rows=False) for name, parameter in full.items()}
-    own = ShardLayout(tp=slices.size).own(held, slices.rank)
-    return fingerprint_of_parts(full, named, own, slices.sum_)
+    undivided = {name: replace(parameter, by_rows=False) for name, parameter in full.items()}
+    own_bounds = ShardLayout(tp=slices.size).own(undivided, slices.rank)
+    return fingerprint_of_parts(full, parameters, own_bounds, slices.sum_)
 
 
 def _hash(heads: Sequence[str], spread: Sequence[Tensor]) -> str:
