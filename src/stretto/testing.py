@@ -69,10 +69,7 @@ class World:
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        fails: Sequence[int] = (),
-        turns: Sequence[Sequence[int]] = (),
+        self, lengths: Sequence[int], fails: Sequence[int] = (), turns: Sequence[Sequence[int]] = ()
     ) -> None:
         self.lengths = lengths
         self.fails = set(fails)

@@ -203,9 +203,8 @@ def check(data: Scored, kl_coef: float) -> None:
     """
     if not data.mask.any():
         raise LearnerError(
-            "a batch must hold at least one response token; all "
-            f"{len(data.mask)} responses are empty. "
-            "Check the model's end-of-sequence tokens and rollout.stop",
+            f"a batch must hold at least one response token; all {len(data.mask)} responses are "
+            "empty. Check the model's end-of-sequence tokens and rollout.stop",
             "no-response-tokens",
         )
     if data.ref_logprobs is None and kl_coef:

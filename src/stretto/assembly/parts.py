@@ -22,12 +22,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
-from stretto.models.load import (
-    end_token_ids,
-    load_tokenizer,
-    save_tokenizer,
-    set_checkpointing,
-)
+from stretto.models.load import end_token_ids, load_tokenizer, save_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora, starting_policy, trained_names
 from stretto.models.resolve import resolve
 from stretto.models.weights import fingerprint

@@ -49,8 +49,7 @@ def check(sizes: tuple[int, int] | None, folder: Path, *, resuming: bool = False
             remedy = f"{remedy}, or leave checkpoints out with `observe.checkpoint_minutes = 0`"
         raise StorageError(
             f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
-            f"{format_size(needed)} there: {format_size(model)} for its model{also}. "
-            f"{remedy}",
+            f"{format_size(needed)} there: {format_size(model)} for its model{also}. {remedy}",
             "disk-too-small",
         )
 

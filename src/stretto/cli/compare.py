@@ -246,11 +246,7 @@ def new_folder(out: str, name: str) -> Path:
 
 
 def publish(
-    collected: Collected,
-    target: float | None,
-    folder: Path,
-    arguments: Sequence[str],
-    where: str,
+    collected: Collected, target: float | None, folder: Path, arguments: Sequence[str], where: str
 ) -> None:
     """Print the table, and write it with its data and notes."""
     if not collected.outcomes:
@@ -314,9 +310,7 @@ def command_report(
 
 
 def command_watch(
-    runs: Annotated[tuple[str, ...], arg(metavar="RUN...")],
-    /,
-    port: Port = 0,
+    runs: Annotated[tuple[str, ...], arg(metavar="RUN...")], /, port: Port = 0
 ) -> None:
     """Serve the page of ``stretto report`` for running or finished runs on the loopback interface.
     Curves and samples are updated until Ctrl-C.

@@ -22,15 +22,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import WholeModel
-from stretto.types import (
-    Chunk,
-    FinishReason,
-    Hold,
-    Observation,
-    Prompt,
-    Sampling,
-    WeightsRef,
-)
+from stretto.types import Chunk, FinishReason, Hold, Observation, Prompt, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 EXACT = 1e-3

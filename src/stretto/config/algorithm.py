@@ -236,8 +236,7 @@ class AlgorithmConfig(Section):
         unfit = "algorithm.multi_objective_aggregation" not in algorithm.settings
         broken["sources-apart-without-groups"] = (apart and unfit) and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' is for grpo and cispo, "
-            "and "
-            f"'{self.name}' takes one reward a response; leave it out"
+            f"and '{self.name}' takes one reward a response; leave it out"
         )
         broken["sources-apart-with-kl"] = (apart and self.kl_place == "reward") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' makes advantages of the "

@@ -179,11 +179,7 @@ class Bridge:
         return self._encoder.ids(read), self._encoder.plain(read)
 
     def parse(
-        self,
-        ids: Sequence[int],
-        *,
-        ended: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, ids: Sequence[int], *, ended: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Turn:
         """Parse a turn, for the bridge's tools or others.
 

@@ -25,14 +25,7 @@ from stretto.environments.made import (
     is_verl,
     made,
 )
-from stretto.environments.results import (
-    Opening,
-    Step,
-    error_text,
-    read_opening,
-    read_step,
-    summed,
-)
+from stretto.environments.results import Opening, Step, error_text, read_opening, read_step, summed
 from stretto.environments.running import CallError, Runner
 from stretto.environments.threads import ObjectThread
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of

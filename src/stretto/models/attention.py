@@ -161,9 +161,7 @@ def _packed(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     before = -1 if sliding_window is None else sliding_window - 1
     out = _varlen_attention()(
-        *(q, k, v, ends, ends, max_length_q, max_length_q),
-        scale=scaling,
-        window_size=(before, 0),
+        *(q, k, v, ends, ends, max_length_q, max_length_q), scale=scaling, window_size=(before, 0)
     )
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
 

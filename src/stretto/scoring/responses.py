@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from stretto.errors import LifecycleError
-from stretto.types import (
-    CONTEXT,
-    BoolArray,
-    Chunk,
-    FinishReason,
-    IntArray,
-    Response,
-    sampled_of,
-)
+from stretto.types import CONTEXT, BoolArray, Chunk, FinishReason, IntArray, Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -504,11 +504,7 @@ def _prompt_ids(call: _Call) -> dict[str, Any]:
 
 def _usage(call: _Call, counts: Sequence[int]) -> dict[str, int]:
     read, written = sum(map(len, call.prompts)), sum(counts)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-    }
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def _event(body: Mapping[str, Any]) -> str:

@@ -34,21 +34,10 @@ class _Quiet(uvicorn.Server):
 class ProgramServer:
     """Answers programs' requests, which must bring the sessions' key, while it is running."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-    ) -> None:
+    def __init__(self, sessions: Sessions, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         """Prepare the server. ``name`` is the model's in requests."""
         self._sessions = sessions
-        app = Server(
-            sessions,
-            tokenizer,
-            name,
-            api_key=sessions.api_key,
-            hosts=(HOST,),
-        ).app
+        app = Server(sessions, tokenizer, name, api_key=sessions.api_key, hosts=(HOST,)).app
         self._server = _Quiet(server_config(app))
         self._starting: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None

@@ -10,14 +10,7 @@ from typing import Any, TypeVar
 
 from stretto.config import DemonstrationsConfig, PairsConfig, RowsConfig
 from stretto.errors import TaskError
-from stretto.tasks.messages import (
-    INSTRUCTION,
-    KEYS,
-    PROMPTS,
-    as_messages,
-    cell_of,
-    prompt_of,
-)
+from stretto.tasks.messages import INSTRUCTION, KEYS, PROMPTS, as_messages, cell_of, prompt_of
 from stretto.tasks.responses import Example, PromptLayout
 from stretto.tasks.tables import Row, of_row, read
 from stretto.types import Message

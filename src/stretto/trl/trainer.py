@@ -10,10 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from stretto.config import ENVIRONMENT
 from stretto.errors import ConfigError

@@ -24,9 +24,7 @@ class Channel:
     """
 
     def __init__(
-        self,
-        take: Callable[[str], object] | None = None,
-        leave: Callable[[], object] | None = None,
+        self, take: Callable[[str], object] | None = None, leave: Callable[[], object] | None = None
     ) -> None:
         self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
         self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")

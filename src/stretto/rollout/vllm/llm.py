@@ -264,11 +264,7 @@ class LlmRequests:
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
         """Return log-probs [n] of a token after each prefix, at the run's temperature."""
         self._probes += 1
-        asked = {
-            "max_tokens": 1,
-            "logprobs": 1,
-            "temperature": self._settings.rollout.temperature,
-        }
+        asked = {"max_tokens": 1, "logprobs": 1, "temperature": self._settings.rollout.temperature}
         for i, (prefix, token) in enumerate(zip(prefixes, tokens, strict=True)):
             name = f"{self._probes}.{i}"
             self._add(f"probe.{name}", prefix, f"probe {name}", logprob_token_ids=[token], **asked)
