@@ -509,21 +509,3 @@ class Reply(Generic[V]):
         """Return the reply by a clock that is ``by_s`` seconds ahead of the worker's."""
         moved = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
         return Reply(self.value, tuple(moved))
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """Abilities of a generation engine.
-
-    Attributes:
-        moves_cache: can pass a rollout's KV cache to another engine of its kind.
-        deterministic: samples the same tokens from the same seed, in any batch.
-        interruptible: can stop after any token, and continue later.
-        logprobs: ``sampled``: of the distribution that tokens are sampled from, with temperature
-            and truncation; ``raw``: of the model's own.
-    """
-
-    moves_cache: bool
-    deterministic: bool
-    interruptible: bool
-    logprobs: Literal["sampled", "raw"]

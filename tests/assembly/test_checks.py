@@ -367,7 +367,8 @@ def test_own_engines_decode_by_the_kernels_that_train(
         def open(cls, model: Any, settings: EngineSettings) -> Any:
             return None
 
-    monkeypatch.setattr(Spy, "own_weights", own_weights)
+    able = replace(TorchEngine.capabilities, own_weights=own_weights)
+    monkeypatch.setattr(Spy, "capabilities", able)
     monkeypatch.setattr(roles, "engine_of", lambda _: Spy)
     monkeypatch.setattr(Backend, "use_liger_kernel", lambda _, model: changed.append(model))
     model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))

@@ -38,7 +38,7 @@ from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
 from stretto.runtime.kv_transfer import KVRouter
 from stretto.runtime.placement import ProcessPlacement
-from stretto.runtime.processes import Launcher
+from stretto.runtime.processes import LAUNCHERS, Launcher
 from stretto.runtime.run import Run, start
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
@@ -562,7 +562,7 @@ def test_what_cannot_start_ends_what_is_starting(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = Refusing()
-    monkeypatch.setattr("stretto.runtime.processes.Launcher", lambda *_: launcher)
+    monkeypatch.setitem(LAUNCHERS, "local", lambda *_: launcher)
     config = settings(tiny_folder, runtime="local")
     with raises(ConfigError, "no-reference"):
         trained(config, tmp_path)

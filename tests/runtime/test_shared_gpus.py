@@ -46,7 +46,7 @@ def opened(
     """Open all; return how each began and ended, in order. Each ends when none can begin."""
     log, lock = list[tuple[str, str]](), Lock()
     names = {process.name for process in workers._processes}
-    looks = {p.name for p in workers._processes if workers._looks_for_memory(p)}
+    looks = {p.name for p in workers._processes if p.takes_share(workers._config.rollout)}
     others_began = threading.Event()
 
     class Group:

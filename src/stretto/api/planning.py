@@ -50,8 +50,6 @@ PLANNED = (
     *("rlhfuse", "stretto"),
 )
 """Variants of the schedule among which a plan is searched."""
-_NO_FUNCTION = ("model", "environment")
-"""Kinds of reward sources that are not functions."""
 FUNCTION_S = 0.001
 PROMPT = 256
 MEDIAN = 0.15
@@ -288,7 +286,7 @@ def _models(
 ) -> tuple[ModelShapes, list[str]]:
     actor = _shape(options.model_shape or model.name)
     named = [source.model for source in rewards.models]
-    functions = [source.name for source in rewards.parsed if source.kind not in _NO_FUNCTION]
+    functions = [source.name for source in rewards.parsed if source.kind.is_code]
     reward = None
     if named:
         name = options.reward_shape or named[0]

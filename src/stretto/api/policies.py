@@ -228,8 +228,7 @@ def open_policy(
     model = own.model_copy(update=asked)
     with working(on_stderr, CHECKING):
         check_measured(Config.model_construct(model=model), model.name, rows=False)
-    engine_kind = engine_of(rollout)
-    engine_kind.check()
+    engine_of(rollout).check()
     if model.dtype == "auto":
         with working(on_stderr, "trying which type is faster"):
             fastest, because = fastest_dtype(pick_device(model.device))
@@ -237,7 +236,7 @@ def open_policy(
         on_stderr(f"computing in {model.dtype}: {because}; `model.dtype` takes another")
     prepare_torch(seed, 0)
     tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
-    here = model.model_copy(update={"device": "cpu"} if engine_kind.own_weights else {})
+    here = model.model_copy(update={"device": "cpu"} if rollout.capabilities.own_weights else {})
     actor = load_actor(here, on_stderr)
     step, tensors = 0, dict[str, torch.Tensor]()
     if run and settings:
@@ -265,7 +264,7 @@ def open_policy(
             _actor=actor,
             _channel=channel,
         )
-        if tensors or engine_kind.own_weights:
+        if tensors or rollout.capabilities.own_weights:
             trained = trained_names(actor)
             own_tensors = {n: p.detach() for n, p in actor.named_parameters() if n in trained}
             engine.load(policy.offer(tensors or own_tensors))

@@ -182,9 +182,9 @@ def _train(run: Begun[Any], display: Progress, on_step: OnStep | None) -> Any:
             config = settled(config, lines.append)
             if lines:
                 run_dir.save_config(config)
-            o = overrides  # models in them are not checked
+            o = overrides  # models in them are not checked in processes
             objects = o and (o.critic or o.reference or o.reward_models)
-            if isinstance(config, Config) and (config.runtime == "inline" or not objects):
+            if isinstance(config, Config) and not (config.runtime_kind.has_processes and objects):
                 lines += fitting.RunMemory(config).check_devices()
         run_dir.save_machine(Machine.here())
         text = _opening(config, run_dir, actor, resuming=run.resuming)
@@ -471,9 +471,7 @@ def _overrides(
     return Overrides(**objects), changes
 
 
-def _rewards(
-    reward: Reward | Sequence[Reward],
-) -> tuple[dict[str, Function], tuple[str, ...]]:
+def _rewards(reward: Reward | Sequence[Reward]) -> tuple[dict[str, Function], tuple[str, ...]]:
     from stretto.scoring.streaming import StreamingReward
 
     parts: list[Any] = [reward]

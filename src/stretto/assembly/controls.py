@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 
 from stretto import outside
 from stretto.bounds import ceil_div
-from stretto.config import (
-    ENVIRONMENT,
-    Config,
-    EnvironmentConfig,
-    RolloutConfig,
-    ScheduleConfig,
-)
+from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RolloutConfig, ScheduleConfig
 from stretto.config.schedule import Controlled, Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import OF_RESPONSES, OF_TURNS, ChunkSize, FixedChunk, TunedChunk
@@ -64,12 +58,14 @@ def migrating_of(
 
 
 def bounds_what_waits(config: Config) -> bool:
-    """Return whether the engines' room for waiting episodes may be too small. Stretto's engine
-    caches as many of their tokens as its slots hold, next to the slots. vLLM manages its own cache.
+    """Return whether a rule must release KV caches of waiting episodes, because an engine's room
+    may be too small. An engine that does not size its cache keeps as many of their tokens as its
+    slots hold, next to the slots.
     """
     r = config.rollout
     few = 0 < r.slots < ceil_div(config.most_in_flight, r.engines)
-    return bool(config.environment.sources) and few and r.engine != "vllm"
+    bounded = few and not r.capabilities.sizes_cache
+    return config.schedule.knobs.hold == "auto" and bool(config.environment.sources) and bounded
 
 
 def holding_of(config: Config, prefill_tokens_per_s: float, copy_tokens_per_s: float) -> HoldLimits:

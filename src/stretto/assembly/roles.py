@@ -13,14 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.environments import turn_ends
-from stretto.assembly.models import (
-    Overrides,
-    Reward,
-    load_draft,
-    load_reward_model,
-    made_ready,
-)
-from stretto.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig
+from stretto.assembly.models import Overrides, Reward, load_draft, load_reward_model, made_ready
+from stretto.config import AlgorithmConfig, Capabilities, Config, ModelConfig, RolloutConfig
 from stretto.config.schedule import Knobs
 from stretto.config.sections import RewardSource
 from stretto.config.training import token_budget
@@ -46,7 +40,7 @@ from stretto.training.backprop import Backprop, LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
 from stretto.training.trained import LearningRate, Trained, TrainedModel
-from stretto.types import Capabilities, Prompt, WeightsRef
+from stretto.types import Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
 from stretto.workers.ranks import Ranks
 
@@ -89,7 +83,7 @@ def load_reward(
     if own := overrides.reward_models.get(source.name):
         made_ready(own[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
         return own
-    if source.kind != "model":
+    if not source.kind.is_model:
         return None
     return load_reward_model(config, source.model, say, in_files=overrides.in_files)
 
@@ -131,23 +125,24 @@ class RoleFactory:
         """
         config, r = self.config, self.config.rollout
         kind = engine_of(r)
-        check_engine(kind.capabilities, config.schedule.knobs, r, config.algorithm)
+        able = kind.capabilities
+        check_engine(able, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
         moves = config.schedule.knobs.migrates(r.engines)
         lags = config.schedule.knobs.lag
         # An evaluation runs between a weight sync and the round.
         synced = channel is not None and not (lags or moves or config.observe.eval_every)
-        first = SharedChannel() if kind.own_weights and channel is None else None
+        first = SharedChannel() if able.own_weights and channel is None else None
         draft = None
-        if r.speculative_model and not kind.own_weights:
+        if r.speculative_model and not able.own_weights:
             draft = load_draft(config.model, r.speculative_model, tokenizer, silent)
-        if config.model.use_liger_kernel and not kind.own_weights:
+        if config.model.use_liger_kernel and not able.own_weights:
             backend_of(device).use_liger_kernel(actor)  # repeated if it is the learner's
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
             plain = unwrapped(actor)
             folder = ""
             dtype = next(actor.parameters()).dtype
-            if kind.own_weights:
+            if able.own_weights:
                 dtype = pick_dtype(config.model.dtype, device)
                 below = adapter_base(resolve(config.model.name, silent)) or config.model.name
                 folder = scratch if overridden else str(resolve(below, silent))
@@ -218,7 +213,7 @@ class RoleFactory:
         ConfigError if the function is missing or unusable, TaskError if the task has no verifier.
         """
         config, given = self.config, functions.get(source.name)
-        if source.kind == "scorer" or isinstance(given, StreamingReward):
+        if source.kind.streams or isinstance(given, StreamingReward):
             return StreamingScorer(source, given, tokenizer)
         scorer = FunctionScorer(
             source,
@@ -244,9 +239,7 @@ class RoleFactory:
         return [
             self.open_function(source, columns, tokenizer, stack, overrides.functions, **how)
             for source in self.config.reward.parsed
-            if not (
-                source.kind in ("model", "environment") or source.name in overrides.reward_models
-            )
+            if source.kind.is_code and source.name not in overrides.reward_models
         ]
 
     def reward_scorer(
@@ -317,10 +310,7 @@ class RoleFactory:
                 reward.require_room(prompts)
 
     def model_scorers(
-        self,
-        reference: nn.Module | None,
-        critic: nn.Module | None,
-        channel: WeightChannel | None,
+        self, reference: nn.Module | None, critic: nn.Module | None, channel: WeightChannel | None
     ) -> list[ModelScorer]:
         """Build the scorers of reference and critic. The channel delivers weights to the critic."""
         budget = self._budget

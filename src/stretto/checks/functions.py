@@ -33,11 +33,15 @@ _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 
 def check(source: RewardSource, columns: Collection[str] | None) -> None:
-    """Refuse a reward function that cannot be found, imported, or called with the dataset's columns
+    """Refuse reward code that cannot be found, imported, or called with the dataset's columns
     (if known), and a local reward server that does not answer. Checks that need the file to run,
     for example of an imported function's parameters, are left to the process that runs it."""
+    if source.kind.streams:
+        check_member(source.model, "reward.sources")
+    if source.kind.streams or source.kind.verifies:
+        return
     place = locate(source)
-    if source.kind == "server":
+    if source.kind.place == "url":
         _check_server(source.name)
         return
     function = _find(Path(place["file"]), place["function"], "reward.sources")

@@ -41,11 +41,12 @@ def check_run(
     for controller in config.schedule.controllers.values():
         functions.check_member(controller, "schedule.controllers")
     gpus = usable_gpus()
-    if config.runtime == "local":
+    runtime = config.runtime_kind
+    if runtime.has_processes and not runtime.several_machines:
         from stretto.runtime.placement import places
 
         places(config, config.threads or usable_cores(), gpus)
-    if config.runtime == "ray" and config.cluster.address:
+    if config.is_elsewhere:
         from stretto.workers.ray_cluster import require_answer
 
         require_answer(config.cluster.address)
@@ -55,7 +56,7 @@ def check_run(
     task = opened or _check_task(config.task, config.seed, ask_hub=ask_hub)
     objects = {*overrides.functions, *overrides.reward_models} if overrides else ()
     sources = [s for s in config.reward.parsed if s.name not in objects]
-    if task and any(source.kind == "task" for source in sources):
+    if task and any(source.kind.verifies for source in sources):
         task.require_verifier()
     named = overrides is None or overrides.actor is None
     if config.warmup_examples and named and adapter_folder(config.model.name):
@@ -115,10 +116,11 @@ def check_measured(
 
 
 def _check_libraries(config: Config) -> None:
-    if config.runtime == "ray":
-        require("ray", "ray", "runtime = 'ray'")
-    if config.rollout.engine == "vllm" and not any(p.python for p in config.cluster.processes):
-        require("vllm", "vllm", "rollout.engine = 'vllm'")
+    if library := config.runtime_kind.library:
+        require(library, library, f"runtime = '{config.runtime}'")
+    library = config.rollout.capabilities.library
+    if library and not any(p.python for p in config.cluster.processes):
+        require(library, library, f"rollout.engine = '{config.rollout.engine}'")
     if config.model.use_liger_kernel:
         require("liger_kernel", "liger", "model.use_liger_kernel = true")
     if config.model.load_in_4bit:
@@ -178,11 +180,9 @@ def _check_sources(
 ) -> None:
     columns = task.first.data.keys() if task else None
     for source in sources:
-        if source.kind == "model":
+        if source.kind.is_model:
             _check_model(source.model, model, **how)
-        elif source.kind == "scorer":
-            functions.check_member(source.model, "reward.sources")
-        elif source.kind not in ("task", "environment"):
+        elif source.kind.is_code:
             functions.check(source, columns)
 
 
@@ -211,9 +211,8 @@ def _check_model(
         )
     if info.config.get("is_encoder_decoder"):
         raise ModelError(
-            f"only decoder-only models can be trained; '{name}' is a "
-            f"{info.config['model_type']}, which has an encoder. Give a causal language model, "
-            "such as a Llama, Qwen or GPT-NeoX"
+            f"only decoder-only models can be trained; '{name}' is a {info.config['model_type']}, "
+            "which has an encoder. Give a causal language model, such as a Llama, Qwen or GPT-NeoX"
         )
     if not info.weights:
         raise ModelError(

@@ -85,13 +85,13 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     from stretto.runtime.placement import places, remarks, table
 
     gpus = _gpus(config.model)
-    if config.runtime == "inline" and not gpus:
+    if not (config.runtime_kind.has_processes or gpus):
         return
     found = places(config, config.threads or usable_cores(), gpus)
     wide, sizes = fitting.width(config.model), plan.mixed
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
-    if config.runtime != "inline":
+    if config.runtime_kind.has_processes:
         yield f"Processes (runtime = '{config.runtime}'):"
         yield table(config.schedule.knobs, found, frozen | trained)
     yield from remarks(config.schedule.knobs, config.rollout.engines, found, usable_cores(), gpus)
@@ -120,7 +120,7 @@ def _many(count: int, what: str) -> str:
 
 
 def _source(source: RewardSource) -> str:
-    where = f" ({_place(source.model)})" if source.kind == "model" else ""
+    where = f" ({_place(source.model)})" if source.kind.is_model else ""
     return f"reward: {source.name}{where}"
 
 

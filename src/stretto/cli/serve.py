@@ -7,19 +7,13 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from stretto.cli.generate import check_model, command_chat
 from stretto.cli.parsing import takes
 from stretto.config import RolloutConfig, recipes
-from stretto.config.sections import (
-    ChatArguments,
-    NonNegativeInt,
-    Port,
-    RowsOrNone,
-    Seed,
-    Workers,
-)
+from stretto.config.capabilities import EngineName
+from stretto.config.sections import ChatArguments, NonNegativeInt, Port, RowsOrNone, Seed, Workers
 from stretto.errors import StorageError, require
 from stretto.machine import is_loopback
 from stretto.observe.progress import on_stderr
@@ -50,7 +44,7 @@ def command_serve(
     host: str = "127.0.0.1",
     port: Port = 8000,
     api_key: str = "",
-    engine: Literal["torch", "vllm"] = "torch",
+    engine: EngineName = "torch",
     slots: Workers = 16,
     queue: RowsOrNone = 256,
     max_model_len: NonNegativeInt = 0,
@@ -77,9 +71,7 @@ def command_serve(
     for library in ("starlette", "uvicorn"):
         require(library, "serve", "stretto serve")
     rollout = recipes.build(
-        {"engine": engine, "batch": slots, "slots": slots, "max_new_tokens": 1},
-        "",
-        RolloutConfig,
+        {"engine": engine, "batch": slots, "slots": slots, "max_new_tokens": 1}, "", RolloutConfig
     )
     check_model(model)
     key = api_key or os.environ.get(API_KEY, "")

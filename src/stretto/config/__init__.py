@@ -5,12 +5,12 @@ heavy is loaded. No other code reads settings.
 """
 
 from stretto.config.algorithm import AlgorithmConfig
+from stretto.config.capabilities import ENVIRONMENT, Capabilities
 from stretto.config.cluster import ClusterConfig, ProcessConfig
 from stretto.config.environment import EnvironmentConfig
 from stretto.config.run import Config
 from stretto.config.schedule import KNOBS, PRESETS, Knobs, PresetName, ScheduleConfig
 from stretto.config.sections import (
-    ENVIRONMENT,
     CriticConfig,
     ModelConfig,
     ObserveConfig,
@@ -36,6 +36,7 @@ __all__ = [
     "KNOBS",
     "PRESETS",
     "AlgorithmConfig",
+    "Capabilities",
     "ClusterConfig",
     "Config",
     "CriticConfig",

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from stretto.config.sections import ENVIRONMENT as ENVIRONMENT
 from stretto.config.sections import (
     NonNegativeInt,
     PositiveInt,

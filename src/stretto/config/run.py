@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
+from stretto.bounds import ceil_div
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
+from stretto.config.capabilities import ENVIRONMENT, RUNTIMES, RuntimeKind
 from stretto.config.cluster import LEARNER, ClusterConfig
 from stretto.config.environment import EnvironmentConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
-    ENVIRONMENT,
     CriticConfig,
     Minutes,
     ModelConfig,
@@ -66,6 +67,15 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
 
     @property
+    def runtime_kind(self) -> RuntimeKind:
+        return RUNTIMES[self.runtime]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the processes run on a cluster that exists already."""
+        return self.runtime_kind.several_machines and self.cluster.address != ""
+
+    @property
     def remarks(self) -> list[str]:
         """Notes on valid settings that have no effect, or not the expected one."""
         a, remarks = self.algorithm, []
@@ -97,9 +107,8 @@ class Config(Section):
         if knobs.migrate == "auto" and self.rollout.engines > 1 and knobs.streams:
             remarks.append(
                 "schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk': "
-                "scorers "
-                "that stream have a worker of their own, and a freed engine would have nothing to "
-                "do"
+                "scorers that stream have a worker of their own, and a freed engine would have "
+                "nothing to do"
             )
         return [*remarks, *self.schedule.remarks]
 
@@ -114,6 +123,17 @@ class Config(Section):
 
     def with_model(self, name: str) -> Self:
         return self.changed_in("model", name=name)
+
+    @property
+    def engine_rows(self) -> int:
+        """Rollouts that an engine decodes at a time."""
+        return self.rollout.slots or ceil_div(self.most_in_flight, self.rollout.engines)
+
+    @property
+    def cached_rows(self) -> int:
+        """Rollouts whose KV cache an engine has room for: as many again if episodes may wait."""
+        kept = self.environment.sources and self.schedule.knobs.keeps_waiting
+        return 2 * self.engine_rows if kept else self.engine_rows
 
     @property
     def longest(self) -> int:
@@ -166,9 +186,11 @@ class Config(Section):
             f"training.optim = '{optim}' is for a learner in one process, whose moments stay where "
             "they are; leave it out, or leave out fsdp, tp, offload and pipeline.ranks"
         )
-        broken["compile-inline"] = (self.model.torch_compile and self.runtime == "inline") and (
-            "model.torch_compile compiles layers for training, and with runtime = 'inline' the "
-            "engine may decode with the same ones; set runtime = 'local' or 'ray'"
+        on_threads = not self.runtime_kind.has_processes
+        broken["compile-inline"] = (self.model.torch_compile and on_threads) and (
+            "model.torch_compile compiles layers for training, and with "
+            f"runtime = '{self.runtime}' the engine may decode with the same ones; set runtime = "
+            "'local' or 'ray'"
         )
         kernels = self.model.use_liger_kernel or self.model.torch_compile
         broken["kernels-in-pipelines"] = (kernels and self.pipeline.ranks) and (
@@ -183,8 +205,7 @@ class Config(Section):
         )
         broken["4bit-in-parts"] = (self.model.load_in_4bit and cut) and (
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, "
-            "or "
-            "leave out fsdp, tp, offload and pipeline.ranks"
+            "or leave out fsdp, tp, offload and pipeline.ranks"
         )
         sliced = [p for p in several if p.tp > 1 and p.generates]
         broken["draft-in-slices"] = (sliced and r.speculative_model) and (
@@ -192,34 +213,37 @@ class Config(Section):
             f"one device, and cluster.processes cuts it by tp = {sliced[0].tp}; leave one of them "
             "out"
         )
-        broken["ranks-without-processes"] = (several and self.runtime == "inline") and (
+        broken["ranks-without-processes"] = (several and on_threads) and (
             f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
-            "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
+            f"processes, and runtime = '{self.runtime}' has none; set runtime = 'local' or 'ray'"
         )
         numbered = [p.device for p in self.cluster.processes if p.device.startswith("cuda:")]
-        broken["device-number-on-ray"] = (numbered and self.runtime == "ray") and (
+        giver = self.runtime_kind.assigns_gpus
+        broken["device-number-on-ray"] = (numbered and giver) and (
             f"cluster.processes: device = '{numbered[0]}' names a GPU of this machine, and with "
-            "runtime = 'ray' Ray gives each rank its own; leave device out, or set it to 'cpu'"
+            f"runtime = '{self.runtime}' {giver} gives each rank its own; leave device out, or set "
+            "it to 'cpu'"
         )
-        if r.engine == "vllm":
-            self._vllm_rules(broken)
+        self._engine_rules(broken)
         if not self.algorithm.is_outside:
             self.algorithm_rules(broken)
 
-    def _vllm_rules(self, broken: Rules) -> None:
-        broken["vllm-without-processes"] = self.runtime == "inline" and (
-            "rollout.engine = 'vllm' needs processes of its own, whose threads vLLM sets, and "
-            "runtime = 'inline' has none; set `runtime = local`"
+    def _engine_rules(self, broken: Rules) -> None:
+        able, engine = self.rollout.capabilities, self.rollout.engine
+        on_threads = not self.runtime_kind.has_processes
+        broken["vllm-without-processes"] = (able.needs_processes and on_threads) and (
+            f"rollout.engine = '{engine}' needs processes of its own, whose threads {able.title} "
+            f"sets, and runtime = '{self.runtime}' has none; set `runtime = local`"
         )
-        broken["4bit-with-vllm"] = self.model.load_in_4bit and (
+        broken["4bit-with-vllm"] = (able.own_weights and self.model.load_in_4bit) and (
             "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = "
-            "'vllm' "
-            "would sample from others; leave one of them out"
+            f"'{engine}' would sample from others; leave one of them out"
         )
         beside = [p for p in self.cluster.processes if LEARNER in p.roles and p.generates]
-        broken["vllm-beside-learner"] = beside and (
-            "cluster.processes: generators in the learner's processes read its weights, and vLLM "
-            "has weights of its own; give it processes of its own, on the same devices if need be"
+        broken["vllm-beside-learner"] = (able.own_weights and beside) and (
+            "cluster.processes: generators in the learner's processes read its weights, and "
+            f"{able.title} has weights of its own; give it processes of its own, on the same "
+            "devices if need be"
         )
 
     def algorithm_rules(self, broken: Rules) -> None:
@@ -249,9 +273,8 @@ class Config(Section):
         missing = self.reward.missing_eos
         broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores "
-            "that "
-            f"reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', and "
-            "score responses that were cut in a function"
+            f"that reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', "
+            "and score responses that were cut in a function"
         )
         frozen = self.critic.freeze_steps
         broken["freeze-without-critic"] = (frozen and not needs.critic) and (

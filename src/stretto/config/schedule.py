@@ -103,6 +103,11 @@ class Knobs:
         return self.score_on == "chunk"
 
     @property
+    def keeps_waiting(self) -> bool:
+        """Whether episodes that wait for their environment may keep their KV cache."""
+        return self.hold in ("keep", "auto")
+
+    @property
     def scores_early(self) -> bool:
         """Whether scorers see responses while others are decoded. Each reward function then has a
         worker."""
@@ -341,8 +346,7 @@ class ScheduleConfig(Section):
         broken["overcommit-beyond-carries"] = delta > carries * size and (
             f"with schedule.{name} = {delta} and {size} responses between two weight syncs, some "
             f"are carried {ceil_div(delta, size)} times, and schedule.max_carries = {carries}; "
-            "lower "
-            f"schedule.{name} to {carries * size}, or raise schedule.max_carries"
+            f"lower schedule.{name} to {carries * size}, or raise schedule.max_carries"
         )
         return broken
 

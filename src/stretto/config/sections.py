@@ -21,6 +21,15 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from stretto import outside
+from stretto.config.capabilities import (
+    ENGINES,
+    FUNCTION,
+    OBJECT,
+    SOURCES,
+    Capabilities,
+    EngineName,
+    SourceKind,
+)
 from stretto.errors import ConfigError, RuleError
 
 # Bounds are far above every use. They refuse numbers that would fill the memory or overflow.
@@ -228,8 +237,7 @@ class ModelConfig(Section):
         broken["4bit-without-adapters"] = (self.load_in_4bit and not self.lora_rank) and (
             "model.load_in_4bit = true keeps weights that cannot be trained, and model.lora_rank = "
             "0 trains them; set model.lora_rank, to 32 for example, or to that of a PEFT adapter "
-            "in "
-            "model.name; or leave load_in_4bit out"
+            "in model.name; or leave load_in_4bit out"
         )
         broken["4bit-with-dora"] = (self.load_in_4bit and self.lora_kind == "dora") and (
             "model.load_in_4bit = true with adapters of kind 'dora' is not supported; set "
@@ -327,41 +335,23 @@ MISSING_EOS = "missing_eos"
 """
 
 
-ENVIRONMENT = "environment"
-"""The reward source of environments' rewards."""
-
-
 @dataclass(frozen=True)
 class RewardSource:
-    """A source in ``reward.sources``.
-
-    Attributes:
-        kind: task: its verifier. function: 'file.py:name' or 'package.module:name'. model:
-            'model:NAME'. scorer: 'scorer:file.py:name', code that scores chunk by chunk. server: a
-            URL. environment: its rewards. object: a name that only the caller of a run can resolve.
-        model: NAME, or the import path of a scorer.
-    """
+    """A source in ``reward.sources``."""
 
     name: str
-    kind: Literal["task", "function", "model", "scorer", "server", "environment", "object"] = (
-        "object"
-    )
-    model: str = ""
+    kind: SourceKind = OBJECT
+
+    @property
+    def model(self) -> str:
+        """NAME of 'model:NAME', or the import path of a scorer."""
+        return self.name.partition(":")[2]
 
 
 def reward_source(name: str) -> RewardSource:
     """Parse a source of rewards."""
-    if name == "task":
-        return RewardSource(name, "task")
-    if name == ENVIRONMENT:
-        return RewardSource(name, "environment")
-    if name.startswith("model:"):
-        return RewardSource(name, "model", model=name.removeprefix("model:"))
-    if name.startswith("scorer:"):
-        return RewardSource(name, "scorer", model=name.removeprefix("scorer:"))
-    if name.startswith(("http://", "https://")):
-        return RewardSource(name, "server")
-    return RewardSource(name, "function" if outside.parts(name) else "object")
+    key = next((key for key in SOURCES if ":" in key and name.startswith(key)), name)
+    return RewardSource(name, SOURCES.get(key, FUNCTION if outside.parts(name) else OBJECT))
 
 
 class RewardConfig(Section):
@@ -395,7 +385,7 @@ class RewardConfig(Section):
 
     @property
     def models(self) -> list[RewardSource]:
-        return [source for source in self.parsed if source.kind == "model"]
+        return [source for source in self.parsed if source.kind.is_model]
 
     @property
     def failures_allowed(self) -> float:
@@ -425,7 +415,7 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation by the actor."""
 
-    engine: Literal["auto", "torch", "vllm"] = "auto"
+    engine: Literal["auto", EngineName] = "auto"
     """Engine. torch: Stretto's own. vllm: vLLM, in separate processes (runtime = 'local' or 'ray').
     auto: vllm if there are GPUs, such processes and vLLM, else torch."""
     engine_args: dict[str, JsonValue] = {}
@@ -461,6 +451,30 @@ class RolloutConfig(Section):
     """Limit of prompt tokens processed between two decode steps."""
 
     @property
+    def engine_name(self) -> EngineName:
+        """The engine, which is Stretto's own until ``auto`` is decided."""
+        return "torch" if self.engine == "auto" else self.engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return ENGINES[self.engine_name]
+
+    @property
+    def known_args(self) -> dict[str, JsonValue]:
+        """The engine arguments of Stretto's own engine, whose names are known."""
+        return {} if self.capabilities.checks_arguments else self.engine_args
+
+    @property
+    def memory_share(self) -> float:
+        """Share of a GPU's memory taken by an engine that sizes its cache."""
+        able = self.capabilities
+        return float(self.engine_args.get(able.share_argument, able.default_share))  # type: ignore[arg-type]
+
+    @property
+    def sleeps(self) -> bool:
+        return bool(self.engine_args.get(self.capabilities.sleep_argument))
+
+    @property
     def cuda_graphs(self) -> bool:
         return bool(self.engine_args.get("cuda_graphs", True))
 
@@ -486,14 +500,12 @@ class RolloutConfig(Section):
             f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
             f"got {self.batch} and {self.samples_per_prompt}"
         )
-        own = {} if self.engine == "vllm" else self.engine_args
-        counts = {"speculative_tokens", "speculative_rows"}
+        own, counts = self.known_args, {"speculative_tokens", "speculative_rows"}
         known = {"cuda_graphs", "speculative_model", *counts}
         unknown = own.keys() - known
         broken["unknown-engine-argument"] = unknown and (
             f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-            f"{', '.join(sorted(known))}; leave it out, or set rollout.engine = "
-            "'vllm'"
+            f"{', '.join(sorted(known))}; leave it out, or set rollout.engine = 'vllm'"
         )
         wrong = [name for name in sorted(counts & own.keys()) if self._count(name, 0) < 0]
         broken["engine-argument-no-count"] = wrong and (

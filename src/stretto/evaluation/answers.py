@@ -45,7 +45,7 @@ def open_engine(
         on_stderr(f"{error}; here Stretto's own engine answers")
         own = config.rollout.model_copy(update={"engine": "torch", "engine_args": {}})
         config, kind = config.model_copy(update={"rollout": own}), ENGINES["torch"]
-    if kind.own_weights:
+    if kind.capabilities.own_weights:
         dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
         m = m.model_copy(update={"dtype": dtype, "device": "cpu"})
     actor = make_actor(m, overrides, on_stderr)

@@ -50,10 +50,10 @@ def open_gold(
     the task has no verifier, and ModelError if the model cannot be loaded or has no scalar head.
     """
     parsed = reward_source(source)
-    if parsed.kind == "model":
+    if parsed.kind.is_model:
         loaded = load_reward_model(factory.config.model, parsed.model, on_stderr)
         return factory.reward_scorer(source, tokenizer, loaded, ends=ends)
-    if parsed.kind == "object":
+    if not parsed.kind.named:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task', 'file.py:name' or 'model:NAME'",
             "no-reward-source",

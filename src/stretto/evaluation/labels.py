@@ -106,7 +106,7 @@ def label_pairs(
     Raises ConfigError if the source or the output file cannot be used, TaskError if the data cannot
     be read, is not preference data, or has only ties, and RewardError if the source failed.
     """
-    if by == "task":
+    if reward_source(by).kind.verifies:
         raise ConfigError(
             "'task' verifies responses to a task's own prompts, and preference data has others; "
             "label with a function ('file.py:name') or a reward model ('model:NAME')",
@@ -259,7 +259,7 @@ def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
     source = reward_source(by)
-    if source.kind != "model":
+    if not source.kind.is_model:
         return byte_tokenizer(), None
     path, trust = resolve(source.model, on_stderr), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust, on_stderr)

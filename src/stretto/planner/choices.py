@@ -9,7 +9,6 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from stretto.bounds import ceil_div
 from stretto.config import Config, RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models.info import load_config, model_info
@@ -41,10 +40,7 @@ BESIDE_SLOTS = 4_096  # tokens of a recomputed pass that must fit next to the sl
 
 
 def fitted(
-    config: Fitted,
-    say: Callable[[str], object],
-    unseen: int = 0,
-    cluster_gpus: int | None = None,
+    config: Fitted, say: Callable[[str], object], unseen: int = 0, cluster_gpus: int | None = None
 ) -> Fitted:
     """Fill the settings that the user left open by the memory plan, and report them to ``say``.
 
@@ -115,11 +111,12 @@ def fitted_run(
         found = loads(config)
         return all(load.fits(name, room(load.device)) for load in found for name in phases)
 
-    share = "gpu_memory_utilization"
-    beside = _vllm_beside_others(config, found)
+    able = config.rollout.capabilities
+    share, sleep = able.share_argument, able.sleep_argument
+    beside = _sharing_engine(config, found)
     if not beside:
         return with_passes(_with_slots(config, partial(fits, phases=PHASES)), fits)
-    given = {"enable_sleep_mode": not RunMemory(config).at_once, **config.rollout.engine_args}
+    given = {sleep: not RunMemory(config).at_once, **config.rollout.engine_args}
     left_open = share not in given
     size = room(beside.device)
     least = width * shapes["actor"].held(len(beside.devices)) / size
@@ -128,34 +125,34 @@ def fitted_run(
     config = with_passes(config.changed_in("rollout", engine_args=given), fits)
     if not left_open:
         return config
-    awake = ("generation", SYNC) if given["enable_sleep_mode"] else PHASES
+    awake = ("generation", SYNC) if given[sleep] else PHASES
     none = config.changed_in("rollout", engine_args={**given, share: 0.0})
     others = max(
         load.phase(name).total() / room(load.device) for load in loads(none) for name in awake
     )
     if FILLED - others < least:
         raise ConfigError(
-            f"vLLM's weights take {format_size(round(least * size))} of {beside.device}, and "
-            f"other roles leave {format_size(max(round((FILLED - others) * size), 0))} of "
+            f"{able.title}'s weights take {format_size(round(least * size))} of {beside.device}, "
+            f"and other roles leave {format_size(max(round((FILLED - others) * size), 0))} of "
             f"{format_size(size)}. Give them other GPUs (cluster.processes), more of them "
             "(fsdp, tp), or take LoRA",
             "memory-exceeded",
         )
-    # vLLM refuses to start unless this share is free.
+    # The engine refuses to start unless this share is free.
     given = {**given, share: math.floor(100 * (FILLED - others)) / 100}
     return config.changed_in("rollout", engine_args=given)
 
 
 def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
-    """Halve an unset ``rollout.slots`` of Stretto's engine until passes of few tokens fit too."""
+    """Halve an unset ``rollout.slots`` until passes of few tokens fit too, unless the engine sizes
+    its cache itself."""
 
     def few(tried: Config) -> bool:
         again = tried.model.gradient_checkpointing == "on"
         return again and tried.training.microbatch_tokens <= BESIDE_SLOTS
 
-    passes = with_passes(config, few)
-    slots = ceil_div(config.most_in_flight, config.rollout.engines)
-    if config.rollout.slots or config.rollout.engine == "vllm" or fits(passes):
+    passes, slots = with_passes(config, few), config.engine_rows
+    if config.rollout.slots or config.rollout.capabilities.sizes_cache or fits(passes):
         return config
     while slots := slots // 2:
         if fits(passes.changed_in("rollout", slots=slots)):
@@ -163,12 +160,11 @@ def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
     return config
 
 
-def _vllm_beside_others(
-    config: Config, found: Sequence[ProcessPlacement]
-) -> ProcessPlacement | None:
+def _sharing_engine(config: Config, found: Sequence[ProcessPlacement]) -> ProcessPlacement | None:
+    """Return a place whose engine takes a share of a GPU that has other roles, if any."""
     taken = Counter(device for place in found for device in place.devices)
     beside = (p for p in found if any(taken[device] > 1 for device in p.devices))
-    return next(filter(RunMemory(config).is_vllm, beside), None)
+    return next((place for place in beside if place.takes_share(config.rollout)), None)
 
 
 def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:

@@ -12,13 +12,7 @@ from typing import Literal
 
 import psutil
 
-from stretto.bounds import ceil_div
-from stretto.config import (
-    AlgorithmConfig,
-    Config,
-    ModelConfig,
-    RewardConfig,
-)
+from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
 from stretto.config.cluster import LEARNER
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
@@ -47,7 +41,6 @@ TRAINED_ROLES = frozenset({"actor", "critic", "model"})
 """Models that are trained. ``model`` is the only one in supervised training."""
 GPU_BYTES = 80 * 10**9
 FILLED = 0.9  # Share of a device that can be filled. Libraries and fragmentation take the rest.
-VLLM_SHARE = 0.92  # vLLM's default ``gpu_memory_utilization``
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +293,6 @@ class RunMemory:
             return []
         return self.loads(found, shapes, width, adapters)
 
-    def is_vllm(self, place: ProcessPlacement) -> bool:
-        vllm = self.config.rollout.engine == "vllm"
-        return place.generates and place.device != "cpu" and vllm
-
     @property
     def at_once(self) -> bool:
         return self.config.schedule.knobs.overlaps(1)
@@ -316,8 +305,8 @@ class RunMemory:
         adapters: Adapters | None = None,
         room: Callable[[str], int] | None = None,
     ) -> list[Load]:
-        """Return the memory of each device, with ``width`` bytes a weight. vLLM takes a share of
-        the bytes that ``room`` (default: :func:`capacity`) returns for a GPU."""
+        """Return the memory of each device, with ``width`` bytes a weight. An engine that sizes its
+        cache takes a share of the bytes that ``room`` (default: :func:`capacity`) returns."""
         c, kept = self.config, published(self.config.schedule.knobs, found)
         bucket = c.cluster.bucket_mb << 20
         by_device: dict[str, Load] = {}
@@ -351,7 +340,7 @@ class RunMemory:
     ) -> None:
         c, process = self.config, self.config.cluster.process_of(LEARNER)
         mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
-        inline, copies = c.runtime == "inline", process.ranks == 1
+        inline, copies = not c.runtime_kind.has_processes, process.ranks == 1
         reads: Literal["", "frozen", "all"] = ""
         if inline:
             reads = "frozen" if c.schedule.knobs.copies_weights else "all"
@@ -382,23 +371,19 @@ class RunMemory:
                 trains = copies and any(other.role == LEARNER for other in place.roles)
                 if another or (trains and seat.scorer == "reference" and holds.adapters):
                     own = "all"
-                rows = ceil_div(c.most_in_flight, c.rollout.engines)
                 share = None
-                sleeps = False
-                if generates and self.is_vllm(place):
-                    sleeps = bool(c.rollout.engine_args.get("enable_sleep_mode"))
-                    part = c.rollout.engine_args.get("gpu_memory_utilization", VLLM_SHARE)
-                    share = float(part) * room(place.device)  # type: ignore[arg-type]
+                if generates and place.takes_share(c.rollout):
+                    share = c.rollout.memory_share * room(place.device)
                 holds.put_inference(
                     f"{seat.role}'s weights",
                     model,
                     len(place.devices),
                     c.rollout.prefill_tokens if generates else tokens,
                     mesh if follows and not inline else None,
-                    rows=_parked_too(c, c.rollout.slots or rows) if generates else None,
+                    rows=c.cached_rows if generates else None,
                     positions=c.longest,
                     logits=seat.scorer == "reference",
-                    rests=sleeps if generates else rests,
+                    rests=(share is not None and c.rollout.sleeps) if generates else rests,
                     reads=own,
                     share=share,
                 )
@@ -421,7 +406,8 @@ class RunMemory:
     def check_here(self) -> None:
         """Raise ConfigError for a run in this process whose models exceed the free memory."""
         c = self.config
-        if c.runtime == "inline" and (c.model.device == "cpu" or not usable_gpus()):
+        inline = not c.runtime_kind.has_processes
+        if inline and (c.model.device == "cpu" or not usable_gpus()):
             self.require(free_memory(), "this machine")
 
     def check_devices(self) -> list[str]:
@@ -432,9 +418,10 @@ class RunMemory:
 
         c = self.config
         on_gpu = c.model.device != "cpu" and torch.cuda.is_available()
-        if c.runtime == "inline" and on_gpu:
+        inline = not c.runtime_kind.has_processes
+        if inline and on_gpu:
             self.require(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())
-        if c.cluster.address or (c.runtime == "inline" and not on_gpu):  # or elsewhere
+        if c.cluster.address or (inline and not on_gpu):  # or elsewhere
             return []
         width = pick_dtype(c.model.dtype, pick_device(c.model.device)).itemsize
         gpus = torch.cuda.device_count() if on_gpu else 0
@@ -458,12 +445,6 @@ class RunMemory:
                 f"{_remedies(model, algorithm, reward)}",
                 "memory-exceeded",
             )
-
-
-def _parked_too(config: Config, slots: int) -> int:
-    """Return an engine's rows, and as many again if waiting episodes may keep their cache."""
-    kept = config.environment.sources and config.schedule.knobs.hold in ("keep", "auto")
-    return 2 * slots if kept else slots
 
 
 def _remedies(model: ModelConfig, algorithm: AlgorithmConfig, reward: RewardConfig) -> str:

@@ -244,7 +244,7 @@ def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
             batch=rows,
             max_new_tokens=sizes.decoded,
             temperature=rollout.temperature,
-            engine_args=rollout.engine_args if rollout.engine != "vllm" else {},
+            engine_args=rollout.known_args,
         )
         engine = TorchEngine(model.model, EngineSettings(rollout=config, rows=rows))
         prompts = [Prompt(i, tuple(_ids(model, context, i).tolist()), "") for i in range(rows)]

@@ -159,8 +159,7 @@ class Recording:
 
     @property
     def _cores(self) -> int:
-        elsewhere = self.config.runtime == "ray" and self.config.cluster.address
-        return 0 if elsewhere else self.machine.cores
+        return 0 if self.config.is_elsewhere else self.machine.cores
 
     def _workload(self, sources: int) -> Workload:
         config, rollouts = self.config, self.rollouts
@@ -227,7 +226,7 @@ class Recording:
         reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
         models = [s for s in (*self.config.reward.sources, *_KINDS) if short_name(s) in reads]
         cores = self.config.threads or max(self.machine.threads, 1)
-        if self.config.runtime != "inline":
+        if self.config.runtime_kind.has_processes:
             return self._in_processes(cores, models)
         return self._in_threads(cores, [short_name(s) for s in models])
 

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.config import RolloutConfig
+from stretto.config import Capabilities, RolloutConfig
 from stretto.errors import EngineError
 from stretto.types import (
-    Capabilities,
     Chunk,
     Decoded,
     FinishReason,
@@ -144,8 +143,6 @@ class Engine(ABC):
 
     Attributes:
         check: raises MissingExtraError for a missing library, ConfigError for one too old.
-        own_weights: whether the engine has a separate copy of the weights, filled by the first
-            weight sync. The model then stays on the CPU and determines which weights are sent.
         longest: maximum tokens of prompt and response, or ``None`` for no limit.
         prefilled_tokens: total tokens read without sampling, except those found in a cache.
         context_tokens: total context read by decode steps.
@@ -154,7 +151,6 @@ class Engine(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
-    own_weights: ClassVar = False
     check: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
     @classmethod
@@ -238,10 +234,9 @@ class Engine(ABC):
         for r, transfer in zip(responses, transfers, strict=True):
             if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
                 raise EngineError(
-                    f"rollout {r.id} with {r.total_tokens} tokens came with the "
-                    f"transfer of rollout {transfer.rollout_id}, whose cache covers "
-                    f"{transfer.cached_tokens}; give each rollout its own transfer, and append "
-                    "every chunk before it moves",
+                    f"rollout {r.id} with {r.total_tokens} tokens came with the transfer of "
+                    f"rollout {transfer.rollout_id}, whose cache covers {transfer.cached_tokens}; "
+                    "give each rollout its own transfer, and append every chunk before it moves",
                     "other-transfer",
                 )
             self._add(r, transfer)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stretto.config.capabilities import ENGINES
 from stretto.errors import EngineError
 from stretto.models.backend import backend_of
 from stretto.models.cached import RowCache, SlotCache
@@ -46,7 +47,6 @@ from stretto.rollout.steps import (
     until_ends,
 )
 from stretto.types import (
-    Capabilities,
     Chunk,
     FinishReason,
     FloatArray,
@@ -98,9 +98,7 @@ class TorchEngine(Engine):
     in the passes after its end (:meth:`_steps_unread`).
     """
 
-    capabilities = Capabilities(
-        moves_cache=True, deterministic=True, interruptible=True, logprobs="sampled"
-    )
+    capabilities = ENGINES["torch"]
     _held: dict[int, SlotRow]
     _parked: dict[int, SlotRow]
 

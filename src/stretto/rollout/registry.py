@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from stretto.config import Config, RolloutConfig
+from stretto.config.capabilities import EngineName
 from stretto.config.cluster import LEARNER
 from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.engine import VllmEngine
 from stretto.rollout.vllm.llm import OLDEST, installed
 
-ENGINES: Mapping[str, type[Engine]] = {"torch": TorchEngine, "vllm": VllmEngine}
+ENGINES: Mapping[EngineName, type[Engine]] = {"torch": TorchEngine, "vllm": VllmEngine}
 
 
 def engine_of(rollout: RolloutConfig) -> type[Engine]:
-    return ENGINES["torch" if rollout.engine == "auto" else rollout.engine]
+    return ENGINES[rollout.engine_name]
 
 
-def choose(config: Config) -> tuple[Literal["torch", "vllm"], str]:
+def choose(config: Config) -> tuple[EngineName, str]:
     """Return the engine that ``rollout.engine = "auto"`` selects on GPUs, and the reason."""
     version = installed()
     beside = [role for p in config.cluster.processes if LEARNER in p.roles for role in p.roles]
-    if config.runtime == "inline":
-        return "torch", "with runtime = 'inline' it reads the learner's own weights"
+    if not config.runtime_kind.has_processes:
+        return "torch", f"with runtime = '{config.runtime}' it reads the learner's own weights"
     if any(role.startswith("generator") for role in beside):
         return "torch", "generators in the learner's processes read its weights"
     if config.rollout.engine_args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stretto.assembly.controls import CoreShares, share_cores
 from stretto.bounds import ceil_div
-from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig
+from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig, RolloutConfig
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
 from stretto.config.schedule import Knobs
 from stretto.errors import ConfigError, nearest
@@ -50,6 +50,10 @@ class ProcessPlacement:
     def generates(self) -> bool:
         return any(not seat.scorer and seat.role != LEARNER for seat in self.roles)
 
+    def takes_share(self, rollout: RolloutConfig) -> bool:
+        """Return whether an engine takes a share of a GPU's memory, which it measures first."""
+        return self.generates and self.device != "cpu" and rollout.capabilities.sizes_cache
+
 
 def learner_layout(cluster: ClusterConfig) -> ShardLayout:
     """Return the learner's shard layout, from its process's fsdp and tp."""
@@ -70,7 +74,7 @@ def model_scorers(
     algorithm: AlgorithmConfig, reward: RewardConfig, brought: Collection[str] = ()
 ) -> list[str]:
     """Return the names of model scorers in order, including models passed in (``brought``)."""
-    names = [s.name for s in reward.parsed if s.kind == "model" or s.name in brought]
+    names = [s.name for s in reward.parsed if s.kind.is_model or s.name in brought]
     if algorithm.has_reference:
         names.append("reference")
     if algorithm.definition.critic:
@@ -84,7 +88,7 @@ def places(
     """Place all roles, the learner's process first. Raises ConfigError if that is impossible."""
     models = model_scorers(config.algorithm, config.reward, brought)
     knobs, engines = config.schedule.knobs, config.rollout.engines
-    if config.runtime == "inline":
+    if not config.runtime_kind.has_processes:
         own = (LEARNER, *generator_names(engines), *models)
         seats = tuple(RolePlacement(role, role if role in models else "") for role in own)
         here = _device("", 0, 0, min(gpus, 1))
@@ -99,8 +103,8 @@ def places(
             threads = _threads(roles, shares)
         if not threads and ranks > 1:
             threads = config.threads or cores
-        # Ray chooses the GPU of each rank.
-        given = "" if config.runtime == "ray" and process.device == "cuda" else process.device
+        assigned = process.device == "cuda" and config.runtime_kind.assigns_gpus
+        given = "" if assigned else process.device
         first = sum(device != "cpu" for other in found for device in other.devices)
         found.append(
             ProcessPlacement(

@@ -74,7 +74,7 @@ class ProcessWorkers:
         self._logs = folder / "logs" if folder else None
         if (warmup := overrides.warmup) is None:  # otherwise in the run's folder
             # Other machines see the run's folder, but no temporary folder of this machine.
-            where = folder if config.runtime == "ray" else None
+            where = folder if config.runtime_kind.several_machines else None
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
             warmup = Path(scratch).absolute() / "warmup.safetensors"
         self._overrides = replace(
@@ -86,9 +86,7 @@ class ProcessWorkers:
             opened=None,
             warmup=warmup,
         )
-        self._launcher = (RayLauncher if config.runtime == "ray" else Launcher)(
-            config.cluster, config.model.device, say
-        )
+        self._launcher = LAUNCHERS[config.runtime](config.cluster, config.model.device, say)
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self._processes = places(config, cores, gpus, overrides.reward_models)
         for line in remarks(
@@ -96,7 +94,8 @@ class ProcessWorkers:
         ):
             say(line)
         ours = [r.role for p in self._processes if not p.python for r in p.roles]
-        if config.runtime == "local" and any(role.startswith("generator") for role in ours):
+        local = not config.runtime_kind.several_machines
+        if local and any(role.startswith("generator") for role in ours):
             engine_of(config.rollout).check()
         self._launcher.prepare(self._processes, stack)
         self._facts: dict[str, Facts] = {}
@@ -162,7 +161,8 @@ class ProcessWorkers:
         pool = ThreadPoolExecutor(len(self._processes))
         opening: dict[str, Future[ServiceGroup]] = {}
         try:
-            for process in sorted(self._processes, key=self._looks_for_memory):
+            rollout = self._config.rollout
+            for process in sorted(self._processes, key=lambda place: place.takes_share(rollout)):
                 before = self._before(process, opening)
                 opening[process.name] = pool.submit(self._open, process, before)
                 if len(opening) == 1 and self._warms_up:  # the remaining processes read its outcome
@@ -180,18 +180,13 @@ class ProcessWorkers:
             self._starting.clear()
         return [opening[process.name].result() for process in self._processes]
 
-    def _looks_for_memory(self, process: ProcessPlacement) -> bool:
-        """Return whether an engine measures free GPU memory at its start, as vLLM does."""
-        own = engine_of(self._config.rollout).own_weights
-        return process.generates and own and process.device != "cpu"
-
     def _before(
         self, process: ProcessPlacement, opening: Mapping[str, Future[ServiceGroup]]
     ) -> list[Future[ServiceGroup]]:
-        """Return the processes to wait for: for such an engine, all earlier ones on its
-        GPUs, because none may take or free memory while the engine measures.
+        """Return the processes to wait for: for an engine that measures free memory, all earlier
+        ones on its GPUs, because none may take or free memory meanwhile.
         """
-        if not self._looks_for_memory(process):
+        if not process.takes_share(self._config.rollout):
             return []
         others = [p for p in self._processes if set(p.devices) & set(process.devices)]
         return [opening[other.name] for other in others if other.name in opening]
@@ -392,6 +387,10 @@ class RayLauncher(Launcher):
         return int(found.gpus) if found else 0
 
 
+LAUNCHERS: Mapping[str, type[Launcher]] = {"local": Launcher, "ray": RayLauncher}
+"""Launchers by runtime."""
+
+
 class MemoryWatch:
     """Measures memory of all processes, or of this one on a GPU, on a separate thread."""
 
@@ -437,9 +436,8 @@ def _check(
     layout = learner_layout(config)
     if layout.ranks > 1 and stages:
         raise ConfigError(
-            f"pipeline.ranks = {stages} trains through stages, and "
-            f"cluster.processes divides the learner by fsdp = {layout.fsdp} and tp = {layout.tp}; "
-            "set one or the other",
+            f"pipeline.ranks = {stages} trains through stages, and cluster.processes divides the "
+            f"learner by fsdp = {layout.fsdp} and tp = {layout.tp}; set one or the other",
             "stages-and-shards",
         )
     if layout.ranks > 1 and (overrides.actor is not None or overrides.critic is not None):

@@ -203,10 +203,10 @@ def start(
         with working(say, "reading the prompts of evaluations"):
             held_out = open_held_out(config, overrides, prompts, stack)
     workers: Workers
-    if config.runtime == "inline":
-        workers = ThreadWorkers(config, overrides, stack, say, prompts)
-    else:
+    if config.runtime_kind.has_processes:
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
+    else:
+        workers = ThreadWorkers(config, overrides, stack, say, prompts)
     executors: Mapping[str, Executor] = workers.executors
     spans = Spans(RealClock(), workers.devices, workers.processes)
     meeting = None
@@ -272,7 +272,7 @@ def _controls(
     migrating = holding = None
     if knobs.migrates(engines):
         migrating = migrating_of(config, *_speeds(engines, executors, kv_router))
-    if knobs.hold == "auto" and bounds_what_waits(config):
+    if bounds_what_waits(config):
         rates: MoveRates = executors[generator_names(engines)[0]].ask("rates")
         copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)

@@ -34,7 +34,6 @@ from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters,
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
-from stretto.rollout.registry import engine_of
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
     ADAPTED,
@@ -233,7 +232,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service in its process."""
     setup.prepare()
     config, overrides = setup.config, setup.overrides
-    own_weights = engine_of(config.rollout).own_weights
+    own_weights = config.rollout.capabilities.own_weights
     model, prompts = loaded_actor(setup.on_host() if own_weights else setup)
     receiver = follow_whole(model, setup) if own_weights else follow(model, setup)
     engine = RoleFactory(config, silent).make_engine(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.config.sections import ENVIRONMENT
+from stretto.config.capabilities import ENVIRONMENT
 from stretto.errors import LifecycleError, RewardError, StateError
 from stretto.plain import is_finite
 from stretto.types import (

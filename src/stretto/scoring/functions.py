@@ -85,7 +85,7 @@ class FunctionScorer(ResponseScorer):
         self._timeout_s = timeout_s
         self._payload: Callable[[Response, str], Payload] = self._function_payload
         self._process: FunctionProcess | LocalFunction
-        self._verifies = function is None and source.kind == "task"
+        self._verifies = function is None and source.kind.verifies
         self.timeouts = 0
         if function is not None:
             self._process = LocalFunction(function)
@@ -242,12 +242,12 @@ def _as_text(value: Any) -> Any:
 
 def locate(source: RewardSource) -> dict[str, str]:
     """Return a function's location, or a server's URL. ConfigError if missing or unsafe."""
-    if source.kind == "server":
+    if source.kind.place == "url":
         from stretto.scoring.remote import check_url
 
         check_url(source.name)
         return {"url": source.name}
-    if source.kind != "function":
+    if not source.kind.place:
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of 'task', 'file.py:name', "
             "'package.module:name', 'http://127.0.0.1:PORT/...', 'model:NAME' and "

@@ -25,7 +25,7 @@ from stretto import api, files
 from stretto.api.training import rows_in, write_rows
 from stretto.assembly.models import Overrides
 from stretto.config import Config, recipes
-from stretto.config.sections import ENVIRONMENT
+from stretto.config.capabilities import ENVIRONMENT
 from stretto.errors import ConfigError, StateError, TaskError
 from stretto.interfaces import Python, through
 from stretto.models.load import save_model

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stretto.config.capabilities import ENGINES
 from stretto.errors import EngineError, RankError
 from stretto.models.forward import text_config
 from stretto.models.lora import trained_names
@@ -34,7 +35,6 @@ from stretto.rollout.base import Engine, EngineSettings, Row
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.vllm.llm import LlmRequests, Output, check_version, open_requests
 from stretto.types import (
-    Capabilities,
     Chunk,
     FloatArray,
     Hold,
@@ -84,10 +84,7 @@ class VllmEngine(Engine):
     KV cache. Carried and parked rollouts find theirs in the prefix cache unless evicted.
     """
 
-    capabilities = Capabilities(
-        moves_cache=False, deterministic=False, interruptible=True, logprobs="sampled"
-    )
-    own_weights = True
+    capabilities = ENGINES["vllm"]
     check = staticmethod(check_version)
     _held: dict[int, RequestRow]
     _parked: dict[int, RequestRow]
