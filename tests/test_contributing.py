@@ -44,7 +44,34 @@ def test_files_to_touch_are_there(section: str) -> None:
 
 def test_what_can_be_added() -> None:
     titles = [text.partition("\n")[0].split()[1] for text in additions()]
-    assert titles == ["algorithm", "knob", "engine", "runtime", "scorer", "command", "task"]
+    assert titles == [
+        *("algorithm", "setting", "knob", "method", "engine", "argument", "runtime", "scorer"),
+        *("command", "task"),
+    ]
+
+
+EXAMPLES = {
+    "algorithm": r"cispo",
+    "setting": r"\bmissing_eos_limits\b",
+    "knob": r"knobs\.hold\b|\"hold\": (Knob)?\(|\bHold(Policy|Limits)\b|\bParked\b|\bholding_of\b",
+    "method": r"\bhow: Hold\b|^Hold\b|\.hold\(.*how",
+    "engine": r"\"vllm\"|^    .*\bvllm: ",
+    "argument": r"\bcuda_graphs\b",
+    "runtime": r"\"ray\"|\bRayLauncher\b",
+    "scorer": r"\"scorer:\"|'scorer:file|\bStreamingScorer\b|kind\.streams\b",
+}
+"""Patterns of the worked examples in the source."""
+
+
+@pytest.mark.parametrize("section", additions()[:-2], ids=lambda text: text.partition("\n")[0])
+def test_worked_examples_name_all_files_that_know_a_thing(section: str) -> None:
+    pattern = re.compile(EXAMPLES[section.partition("\n")[0].split()[1]], re.M)
+    files = {
+        str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if pattern.search(p.read_text())
+    }
+    example = section.partition("\nWorked example, ")[2]
+    assert {*re.findall(r"`([a-z_/]+\.py)`", example)} == files
+    assert example.startswith(f"{len(files)} files: ")
 
 
 def test_the_documented_layers_are_those_that_are_checked() -> None:
