@@ -92,8 +92,8 @@ def _facts(run: RunDirectory, data: str, rows: int | None) -> Mapping[str, str]:
         facts["rows"] = str(rows)
     facts["command"] = _code(command) if command.startswith("stretto ") else "Python"
     versions = {"stretto": "", "torch": "", "transformers": "", **start.get("versions", {})}
-    named = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
-    return facts | {"versions": plain_markdown(named), "date": str(start.get("date", ""))}
+    version_list = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
+    return facts | {"versions": plain_markdown(version_list), "date": str(start.get("date", ""))}
 
 
 def _table(head: str, cells: Mapping[str, str]) -> Iterator[str]:

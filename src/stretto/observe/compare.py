@@ -85,8 +85,8 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 def ratio_interval(ratios: Sequence[float]) -> Interval | None:
     """Return the geometric mean of positive, log-normally distributed ratios of paired
     measurements. Common effects of a pair, for example of its seed, cancel."""
-    found = mean_interval([math.log(ratio) for ratio in ratios])
-    return found and Interval(*map(math.exp, found))
+    log_interval = mean_interval([math.log(ratio) for ratio in ratios])
+    return log_interval and Interval(*map(math.exp, log_interval))
 
 
 def t_quantile(freedom: int, level: float = LEVEL) -> float:
@@ -116,19 +116,21 @@ def verdict(what: str, ratios: Mapping[str, Values]) -> str:
     ``ratios`` are the baseline's over the variant's own, by seed. A difference is significant if
     the interval of the mean ratio excludes 1. A variant with a pair that lacks a ratio is not
     judged, because the remaining pairs are a selection."""
-    fewer, more, either, unknown = found = [list[str]() for _ in range(4)]
+    fewer, more, no_difference, unknown = groups = [list[str]() for _ in range(4)]
     for variant, pairs in ratios.items():
-        known = _known(pairs)
-        interval = ratio_interval(known)
-        if interval is None or len(known) < len(pairs):
-            unknown.append(f"{variant} ({len(known)} of {len(pairs)} pairs reached the target)")
+        known_ratios = _known(pairs)
+        interval = ratio_interval(known_ratios)
+        if interval is None or len(known_ratios) < len(pairs):
+            unknown.append(
+                f"{variant} ({len(known_ratios)} of {len(pairs)} pairs reached the target)"
+            )
             continue
         mean, low, high = interval
-        kind = fewer if low > 1 else more if high < 1 else either
+        kind = fewer if low > 1 else more if high < 1 else no_difference
         kind.append(f"{variant} {mean:.2f}x [{low:.2f}, {high:.2f}]")
     kinds = "significantly fewer", "significantly more", "no significant difference", "not judged"
     verdicts = "; ".join(
-        f"{k}: {', '.join(some)}" for k, some in zip(kinds, found, strict=True) if some
+        f"{k}: {', '.join(entries)}" for k, entries in zip(kinds, groups, strict=True) if entries
     )
     return (
         f"{what}, {BASELINE}'s over the schedule's own, paired by seed: geometric mean and its "
@@ -173,13 +175,13 @@ class _Figure:
         average = geometric_mean if self.of_target and self.over else fmean
         missing = "not reached" if self.of_target and not self.over else "-"
         for values in columns:
-            known, found = _known(values), self.interval(values)
-            some = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
-            means.append(f"{self.write(average(known))}{some}" if known else missing)
-            low, high = (self.write(f(known)) if known else "" for f in (min, max))
+            numbers, interval = _known(values), self.interval(values)
+            note = f" ({len(numbers)} of {len(values)})" if len(numbers) < len(values) else ""
+            means.append(f"{self.write(average(numbers))}{note}" if numbers else missing)
+            low, high = (self.write(f(numbers)) if numbers else "" for f in (min, max))
             ranges.append(f"{low}..{high}" if low != high else "")
-            wide = found and found.low < found.high
-            low, high = map(self.write, found[1:]) if found else ("", "")
+            wide = interval and interval.low < interval.high
+            low, high = map(self.write, interval[1:]) if interval else ("", "")
             intervals.append(f"[{low}, {high}]" if wide else "")
         below = (("  min..max", ranges), (f"  {_LEVEL_TEXT}", intervals))
         return [[self.label, *means], *([label, *cells] for label, cells in below if any(cells))]
@@ -226,12 +228,12 @@ class Comparison:
             self.figures.setdefault(result.variant, {})[result.seed] = self._figures(result)
         baseline = self.figures.get(BASELINE, {})
         for by_seed in self.figures.values():
-            for seed, own in by_seed.items():
+            for seed, metrics in by_seed.items():
                 for figure in (figure for figure in _FIGURES if figure.over):
-                    top, below = own[figure.over], baseline.get(seed, {}).get(figure.over)
+                    top, below = metrics[figure.over], baseline.get(seed, {}).get(figure.over)
                     if figure.of_target:
                         top, below = below, top
-                    own[figure.key] = top / below if top and below else None
+                    metrics[figure.key] = top / below if top and below else None
 
     @property
     def seeds(self) -> list[int]:
@@ -244,8 +246,8 @@ class Comparison:
         for row in self._rows():
             lines += row.lines([self._values(variant, row.key) for variant in self.figures])
         cells = padded(lines)
-        first, *others = (len(cell) + 1 for cell in cells[0])
-        rule = "|".join([":" + "-" * first, *("-" * width + ":" for width in others)])
+        label_width, *value_widths = (len(cell) + 1 for cell in cells[0])
+        rule = "|".join([":" + "-" * label_width, *("-" * width + ":" for width in value_widths)])
         head, *body = (f"| {' | '.join(line)} |" for line in cells)
         return "\n".join([head, f"|{rule}|", *body])
 
@@ -260,9 +262,9 @@ class Comparison:
             "target does not.",
         ]
         if len(self.seeds) > 1:
-            named = ", ".join(map(str, self.seeds))
+            seed_list = ", ".join(map(str, self.seeds))
             notes.append(
-                f"Means over seeds {named}, with the lowest and the highest below where they "
+                f"Means over seeds {seed_list}, with the lowest and the highest below where they "
                 f"differ; x {BASELINE} compares runs of the same seed; {_LEVEL_TEXT}: confidence "
                 "interval of the mean (Student's t)."
             )
@@ -276,8 +278,12 @@ class Comparison:
         for variant, by_seed in self.figures.items():
             values = {row.key: self._values(variant, row.key) for row in rows}
             variants[variant] = {"seeds": list(by_seed), **values}
-            found = {row.key: row.interval(values[row.key]) for row in rows if row.of_target}
-            intervals[variant] = {key: each and list(each[1:]) for key, each in found.items()}
+            interval_by_key = {
+                row.key: row.interval(values[row.key]) for row in rows if row.of_target
+            }
+            intervals[variant] = {
+                key: interval and list(interval[1:]) for key, interval in interval_by_key.items()
+            }
         return {
             "steps": self.steps,
             "smoothed_steps": self.window,
@@ -287,25 +293,27 @@ class Comparison:
         }
 
     def _target_notes(self) -> list[str]:
-        missed = [
+        missed_runs = [
             f"{variant} with seed {seed}"
             for variant, by_seed in self.figures.items()
             for seed, figures in by_seed.items()
             if figures["steps_to_target"] is None
         ]
         notes = []
-        if missed:
+        if missed_runs:
             notes.append(
                 f"Target not reached within {self.steps} steps, and so left out of its means and "
-                f"intervals, which flatter a schedule that lacks runs: {', '.join(missed)}."
+                f"intervals, which flatter a schedule that lacks runs: {', '.join(missed_runs)}."
             )
-        others = {variant: own for variant, own in self.figures.items() if variant != BASELINE}
+        variants = {
+            variant: metrics for variant, metrics in self.figures.items() if variant != BASELINE
+        }
         baseline = self.figures.get(BASELINE)
-        if len(self.seeds) > 1 and others and baseline:
+        if len(self.seeds) > 1 and variants and baseline:
             for key, what in (("time_ratio", "Seconds"), ("steps_ratio", "Steps")):
                 pairs = {
-                    variant: [own[key] for seed, own in by_seed.items() if seed in baseline]
-                    for variant, by_seed in others.items()
+                    variant: [metrics[key] for seed, metrics in by_seed.items() if seed in baseline]
+                    for variant, by_seed in variants.items()
                 }
                 notes.append(verdict(f"{what} to the target", pairs))
         return notes
@@ -324,9 +332,9 @@ class Comparison:
                 f"No target reward: the smoothed reward of {BASELINE} does not rise "
                 f"({first:.3f} to {last:.3f}); use `target`, or train for more steps."
             )
-        chosen = first + TARGET_SHARE * (last - first)
-        return chosen, (
-            f"Target reward: {chosen:.3f}, which is {100 * TARGET_SHARE:.0f} % of the way from the "
+        reward = first + TARGET_SHARE * (last - first)
+        return reward, (
+            f"Target reward: {reward:.3f}, which is {100 * TARGET_SHARE:.0f} % of the way from the "
             f"first smoothed reward of {BASELINE} ({first:.3f}) to its last ({last:.3f}), means "
             "over its seeds."
         )
@@ -334,10 +342,10 @@ class Comparison:
     def _figures(self, result: VariantResult) -> dict[str, float | None]:
         warm_s = result.times_s[-1] - result.times_s[0]
         rewards = smoothed(result.column(REWARD), self.window)
-        reached = None
+        target_step = None
         if (target := self.target) is not None:
             at = (i for i, reward in enumerate(rewards, self.window) if reward >= target)
-            reached = next(at, None)
+            target_step = next(at, None)
         busy = {role: b for role, b in result.utilisation.items() if not is_generator(role)}
         generators = [b for role, b in result.utilisation.items() if is_generator(role)]
         if generators:
@@ -345,8 +353,8 @@ class Comparison:
         return {
             "samples_per_s": sum(result.samples[1:]) / warm_s if warm_s else None,
             "step_s": warm_s / (self.steps - 1) if warm_s else None,
-            "time_to_target_s": None if reached is None else result.times_s[reached - 1],
-            "steps_to_target": None if reached is None else float(reached),
+            "time_to_target_s": None if target_step is None else result.times_s[target_step - 1],
+            "steps_to_target": None if target_step is None else float(target_step),
             "final_reward": rewards[-1],
             "staleness_mean": fmean(result.column("staleness/mean")),
             "staleness_max": max(result.column("staleness/max")),
@@ -354,15 +362,19 @@ class Comparison:
         }
 
     def _rows(self) -> list[_Figure]:
-        judged, paired = self.target is not None, BASELINE in self.figures
-        shown = [f for f in _FIGURES if (judged or not f.of_target) and (paired or not f.over)]
-        keys = {k for by_seed in self.figures.values() for own in by_seed.values() for k in own}
+        has_target, has_baseline = self.target is not None, BASELINE in self.figures
+        figures = [
+            f for f in _FIGURES if (has_target or not f.of_target) and (has_baseline or not f.over)
+        ]
+        keys = {
+            k for by_seed in self.figures.values() for metrics in by_seed.values() for k in metrics
+        }
         roles = [key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)]
         busy = [
             _Figure(f"{_BUSY}{role}", f"busy: {role}", lambda share: f"{100 * share:.1f} %")
             for role in sorted(roles, key=role_order)
         ]
-        return shown + busy
+        return figures + busy
 
     def _values(self, variant: str, key: str) -> list[float | None]:
         return [figures.get(key) for figures in self.figures[variant].values()]

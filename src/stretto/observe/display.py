@@ -95,12 +95,12 @@ class History:
 def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
     """Call a function repeatedly, on a thread, during the body of a ``with`` statement. It returns
     the seconds until the next call. Calls end if the terminal is gone."""
-    ended = threading.Event()
+    stop = threading.Event()
 
     def work() -> None:
         wait_s = first_s
         with suppress(OSError, ValueError):
-            while not ended.wait(wait_s):
+            while not stop.wait(wait_s):
                 wait_s = act()
 
     thread = threading.Thread(target=work, name="progress", daemon=True)
@@ -108,18 +108,18 @@ def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
 def duration(seconds: float) -> str:
     """Format a duration as '42s', '3m05s' or '1h02m'."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s}s"
+    if total_s < 3600:
+        return f"{total_s // 60}m{total_s % 60:02d}s"
+    return f"{total_s // 3600}h{total_s % 3600 // 60:02d}m"
 
 
 _shown: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()

@@ -83,26 +83,30 @@ def time_of_roles(
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
     waits: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
     answers = Intervals()
-    named = {*roles, *devices}
+    all_roles = {*roles, *devices}
     for span in spans:
-        named.add(span.role)
+        all_roles.add(span.role)
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
         if span.role == ENVIRONMENT and part[0] < part[1]:
             answers.append(part)
         if span.role not in NO_DEVICES and part[0] < part[1]:
             place = devices.get(span.role, span.role)
             (waits[place, span.cause] if span.waits else work[place, _product(span)]).append(part)
-    worked = {key: union(parts) for key, parts in work.items()}
-    waited = {key: union(parts) for key, parts in waits.items()}
+    work_times = {key: union(parts) for key, parts in work.items()}
+    wait_times = {key: union(parts) for key, parts in waits.items()}
     answers = union(answers)
     window = [(start_s, end_s)] if end_s > start_s else []
-    named -= NO_DEVICES
-    generates = {devices.get(role, role) for role in named if is_generator(role)}
+    all_roles -= NO_DEVICES
+    generates = {devices.get(role, role) for role in all_roles if is_generator(role)}
     times = {}
-    for role in sorted({devices.get(role, role) for role in named}, key=role_order):
-        busy = union(part for (own, _), parts in worked.items() if own == role for part in parts)
-        left = subtract(window, busy)
-        times[role] = RoleTime(busy, _idle(role, role in generates, left, worked, waited, answers))
+    for role in sorted({devices.get(role, role) for role in all_roles}, key=role_order):
+        busy = union(
+            part for (worker, _), parts in work_times.items() if worker == role for part in parts
+        )
+        idle = subtract(window, busy)
+        times[role] = RoleTime(
+            busy, _idle(role, role in generates, idle, work_times, wait_times, answers)
+        )
     return times
 
 
@@ -118,27 +122,27 @@ def _product(span: Span) -> str:
 def _idle(
     role: str,
     generates: bool,
-    left: Intervals,
-    worked: Mapping[tuple[str, str], Intervals],
-    waited: Mapping[tuple[str, str], Intervals],
+    remainder: Intervals,
+    work_times: Mapping[tuple[str, str], Intervals],
+    wait_times: Mapping[tuple[str, str], Intervals],
     answers: Intervals,
 ) -> dict[str, Intervals]:
     reasons: list[tuple[int, int, str, Intervals]] = [(6, 0, ENVIRONMENT, answers)]
-    for (other, cause), parts in waited.items():
+    for (other, cause), parts in wait_times.items():
         if other == role:
             reasons.append((0, cause != DOWN, cause, parts))
         else:
             reasons.append((5 if cause == DOWN else 1, cause_order(cause)[0], cause, parts))
-    for (other, product), parts in worked.items():
+    for (other, product), parts in work_times.items():
         if other != role:
             cause = "stragglers" if generates and product == "data" else product
             reasons.append((2 + _PRODUCTS.index(product), 0, cause, parts))
     idle: defaultdict[str, Intervals] = defaultdict(list)
     for *_, cause, parts in sorted(reasons, key=lambda reason: reason[:2]):
-        rest = subtract(left, parts)
-        idle[cause] += subtract(left, rest)
-        left = rest
-    idle["other"] += left
+        rest = subtract(remainder, parts)
+        idle[cause] += subtract(remainder, rest)
+        remainder = rest
+    idle["other"] += remainder
     return {cause: union(parts) for cause, parts in idle.items() if parts}
 
 
@@ -157,15 +161,17 @@ class TimeSheet:
         length_s = window.end_s - window.start_s
         spans, devices = (*window.ended, *window.open), window.devices
         roles = self._busy_s.keys() - {ALL_DEVICES}
-        found = {
+        seconds_by_role = {
             role: _mean([time])
             for role, time in time_of_roles(spans, window.start_s, window.end_s, roles).items()
         }
         if devices:
             times = time_of_roles(spans, window.start_s, window.end_s, devices=devices)
-            found[ALL_DEVICES] = _mean([times[device] for device in set(devices.values())])
+            seconds_by_role[ALL_DEVICES] = _mean(
+                [times[device] for device in set(devices.values())]
+            )
         metrics: dict[str, float] = {}
-        for role, (busy_s, idle_s) in found.items():
+        for role, (busy_s, idle_s) in seconds_by_role.items():
             if role not in self._busy_s:
                 self._idle_s[role, "other"] += self.total_s  # before its first span
             self._busy_s[role] += busy_s
@@ -215,7 +221,7 @@ def union(parts: Iterable[tuple[float, float]]) -> Intervals:
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
     """Return the time of ``a`` that is not in ``b``."""
-    left: Intervals = []
+    remainder: Intervals = []
     j = 0
     for start, end in a:
         while j < len(b) and b[j][1] <= start:
@@ -223,9 +229,9 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
         k = j
         while k < len(b) and b[k][0] < end:
             if start < b[k][0]:
-                left.append((start, b[k][0]))
+                remainder.append((start, b[k][0]))
             start = b[k][1]
             k += 1
         if start < end:
-            left.append((start, end))
-    return left
+            remainder.append((start, end))
+    return remainder

@@ -121,28 +121,28 @@ class RichProgress(Progress):
         eta_s = self._history.eta_s(step, total)
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=total, completed=step, width=30)
-        left = "" if eta_s is None else f"{duration(eta_s)} left"
-        head.add_row(f"step {step}/{total}", bar, left)
+        time_left = "" if eta_s is None else f"{duration(eta_s)} left"
+        head.add_row(f"step {step}/{total}", bar, time_left)
         if SCORE in stats:
             self._evaluated = {name: x for name, x in stats.items() if name.startswith("eval/")}
         stats = {**self._evaluated, **stats}
-        known = {label: f"{stats[name]:{form}}" for label, name, form in FIGURES if name in stats}
-        speed, _ = known.pop("tokens/s", "-"), known.pop("step_s", "")
-        if "loss" in known:
-            cells = [f"{label} {text}" for label, text in known.items()]
+        texts = {label: f"{stats[name]:{form}}" for label, name, form in FIGURES if name in stats}
+        speed, _ = texts.pop("tokens/s", "-"), texts.pop("step_s", "")
+        if "loss" in texts:
+            cells = [f"{label} {text}" for label, text in texts.items()]
             cells[0] += f" {self._trend(good=-1)}"
         else:
-            reward, kl, length = (known.get(label, "-") for label in ("reward", "kl", "length"))
+            reward, kl, length = (texts.get(label, "-") for label in ("reward", "kl", "length"))
             cells = [f"reward [bold]{reward}[/] {self._trend(good=1)}", f"KL {kl}"]
             cells.append(f"length {length}")
-            cells += [f"{label} {known[label]}" for label in ("turns", "wait_s") if label in known]
+            cells += [f"{label} {texts[label]}" for label in ("turns", "wait_s") if label in texts]
         metrics = Table.grid(padding=(0, 3))
         metrics.add_row(*cells, f"{speed} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]
         if self._evaluated:
-            evaluated = [f"{n} {known[n]}" for n in ("eval", "pass@1") if n in known]
-            evaluated[0] += f" (step {self._evaluated[EVALUATED]:.0f})"
-            parts.append(Text("   ".join(evaluated)))
+            scores = [f"{n} {texts[n]}" for n in ("eval", "pass@1") if n in texts]
+            scores[0] += f" (step {self._evaluated[EVALUATED]:.0f})"
+            parts.append(Text("   ".join(scores)))
         for sample in samples[:1]:
             prompt, response = (escape(_short(text)) for text in (sample.prompt, sample.response))
             parts.append(f"[dim]{prompt}[/]\n{response} [dim](reward {sample.reward:.3g})[/]")

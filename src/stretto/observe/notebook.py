@@ -27,12 +27,12 @@ def html_of(
     curves = (_curve(name, history) for name in CURVES)
     report = folder / "report.html"
     links = {"folder": folder, "model": model, "report": report}
-    shown = [_link(name, path) for name, path in links.items() if path and path.exists()]
+    footer = [_link(name, path) for name, path in links.items() if path and path.exists()]
     if not report.exists():
-        shown.append(f"<code>stretto report {escape(str(folder))}</code>")
+        footer.append(f"<code>stretto report {escape(str(folder))}</code>")
     return (
         f"<div><p><b>{escape(folder.name)}</b>: {escape(facts)}</p>"
-        f"<div>{''.join(curves)}</div><p>{' · '.join(shown)}</p></div>"
+        f"<div>{''.join(curves)}</div><p>{' · '.join(footer)}</p></div>"
     )
 
 
@@ -55,15 +55,15 @@ def _curve(name: str, history: Sequence[Mapping[str, Any]]) -> str:
         for step, value in points
     )
     mark = f'<circle cx="{line.split(",")[0]}" cy="{HEIGHT / 2}" r="2" fill="#3b6fd4"/>'
-    drawn = f'<polyline points="{line}" fill="none" stroke="#3b6fd4" stroke-width="1.5"/>'
-    several = f"{low:.3g} to {high:.3g}, steps {steps[0]:g} to {steps[-1]:g}"
+    polyline = f'<polyline points="{line}" fill="none" stroke="#3b6fd4" stroke-width="1.5"/>'
+    range_text = f"{low:.3g} to {high:.3g}, steps {steps[0]:g} to {steps[-1]:g}"
     width, height = WIDTH + 2 * MARGIN, HEIGHT + 2 * MARGIN
     return (
         f'<span style="display:inline-block;vertical-align:top;width:{width}px;'
         'margin:0 16px 12px 0;font-size:12px">'
         f"{escape(name)} <b>{values[-1]:.4g}</b><br>"
         f'<svg width="{width}" height="{height}" viewBox="{-MARGIN} {-MARGIN} {width} {height}" '
-        f'role="img" aria-label="{escape(name)}">{drawn if len(points) > 1 else mark}</svg><br>'
-        f'<span style="opacity:.7">{several if len(points) > 1 else f"step {steps[0]:g}"}'
+        f'role="img" aria-label="{escape(name)}">{polyline if len(points) > 1 else mark}</svg><br>'
+        f'<span style="opacity:.7">{range_text if len(points) > 1 else f"step {steps[0]:g}"}'
         "</span></span>"
     )

@@ -82,10 +82,10 @@ class PlainProgress(Progress):
     ) -> None:
         """Print one line of the available metrics."""
         self._history.add(stats)
-        shown = [f"{label} {stats[name]:{form}}" for label, name, form in FIGURES if name in stats]
+        fields = [f"{label} {stats[name]:{form}}" for label, name, form in FIGURES if name in stats]
         if (eta_s := self._history.eta_s(step, total)) is not None:
-            shown.append(f"eta {duration(eta_s)}")
-        self.note(f"step {step}/{total}  " + "  ".join(shown))
+            fields.append(f"eta {duration(eta_s)}")
+        self.note(f"step {step}/{total}  " + "  ".join(fields))
 
     def note(self, text: str) -> None:
         if text:

@@ -60,8 +60,8 @@ class Recorder(ExitStack):
         self._remarks = None
         if isinstance(config, Config):
             self._remarks = Remarks(config.reward, config.rollout.max_new_tokens)
-        followed = TrackedRun(run.name, run.path, config.model_dump(), resumed_step)
-        self._trackers = open_trackers(config.observe, followed)
+        tracked_run = TrackedRun(run.name, run.path, config.model_dump(), resumed_step)
+        self._trackers = open_trackers(config.observe, tracked_run)
         self.callback(progress.close)
         for tracker in self._trackers.values():
             self.callback(tracker.finish)
@@ -87,9 +87,9 @@ class Recorder(ExitStack):
         """
         rewards = rewards or {}
         if window is not None:
-            ended = [rollout.id for rollout in rollouts]
+            rollout_ids = [rollout.id for rollout in rollouts]
             if self._tracing and not self._run.trace.append(
-                step, window, self._time_s, stats, ended
+                step, window, self._time_s, stats, rollout_ids
             ):
                 self._tracing = False
                 self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
@@ -99,20 +99,20 @@ class Recorder(ExitStack):
                 count = len(set(window.devices.values()))
                 stats[f"{THROUGHPUT}_per_device"] = stats[THROUGHPUT] / count
         self._run.append_rollouts(step, rollouts, rewards)
-        kept = samples[: self._shown]
-        self._run.append_samples(step, kept)
+        first_samples = samples[: self._shown]
+        self._run.append_samples(step, first_samples)
         # Metrics come last, so that a step with metrics has all its records.
         self._run.append_metrics(step, stats)
         for name, tracker in list(self._trackers.items()):
             try:
-                send(tracker, step, stats, kept)
+                send(tracker, step, stats, first_samples)
             except Exception as error:  # for example, a lost server must not end the run
                 del self._trackers[name]
                 self.note(
                     f"step {step}: the tracker '{name}' failed and gets no further metrics, which "
                     f"metrics.jsonl has: {describe(error, None)}"
                 )
-        self._progress.step(step, self._total, stats, kept)
+        self._progress.step(step, self._total, stats, first_samples)
         batch = [r for r in rollouts if r.id in rewards]
         if self._remarks and batch:
             for text in self._remarks.of(step, batch, rewards):
@@ -149,18 +149,18 @@ class Remarks:
         return [*failing, *self._on_rewards(step, batch, rewards)]
 
     def _failing(self, batch: Sequence[Rollout]) -> Iterator[str]:
-        made: dict[str, list[Mapping[str, Any]]] = {}
+        calls_by_name: dict[str, list[Mapping[str, Any]]] = {}
         observations = [o for rollout in batch for o in rollout.log]
         steps = sum(o.number > 0 and not list(calls(o)) for o in observations)  # successful ones
         for call in (call for o in observations for call in calls(o)):
             if call.get("status") == "ok":
-                made.setdefault(str(call.get("name")), []).append(call)
-        for name, each in made.items():
-            errors = [str(call["error"]) for call in each if call.get("error")]
+                calls_by_name.setdefault(str(call.get("name")), []).append(call)
+        for name, group in calls_by_name.items():
+            errors = [str(call["error"]) for call in group if call.get("error")]
             well = steps if name == "step" else 0
-            if len(errors) == len(each) + well > 1 and name not in self._told:
+            if len(errors) == len(group) + well > 1 and name not in self._told:
                 self._told.add(name)
-                yield f"{name}: {len(errors)} of {len(each)} calls failed. The first: {errors[0]}"
+                yield f"{name}: {len(errors)} of {len(group)} calls failed. The first: {errors[0]}"
 
     def _on_rewards(
         self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]
@@ -186,11 +186,13 @@ class Remarks:
 
     def _cut(self, cut: Sequence[Rollout], of: int) -> str:
         rule, limit = self._reward, f"rollout.max_new_tokens = {self._limit}"
-        ended = Counter(LIMITS.get(rollout.ended_by, "") for rollout in cut)
+        count_by_limit = Counter(LIMITS.get(rollout.ended_by, "") for rollout in cut)
         cuts = f"{len(cut)} of {of} responses were cut at {limit}"
-        if not ended[""]:
-            each = ", ".join(f"{n} by {setting}" for setting, n in ended.most_common())
-            cuts = f"{len(cut)} of {of} episodes were ended by a limit ({each})"
+        if not count_by_limit[""]:
+            breakdown = ", ".join(
+                f"{n} by {setting}" for setting, n in count_by_limit.most_common()
+            )
+            cuts = f"{len(cut)} of {of} episodes were ended by a limit ({breakdown})"
         if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
             return f"{cuts}; the source '{MISSING_EOS}' takes the penalty off those without an end"
         if rule.missing_eos == "off":
@@ -210,14 +212,22 @@ class Remarks:
         fact = f"all {len(batch)} rewards are {reward:g}: a batch with one reward teaches nothing"
         parts = [self._cut(cut, len(batch))] if cut else []
         if len(cut) < len(batch):
-            ended = [scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH]
-            same = {n: x for n, x in ended[0].items() if all(scores[n] == x for scores in ended)}
-            equal = (f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in same.items())
-            those = "the others" if cut else "They"
-            finds = ", or no answer is found where task.extract looks" if "task" in same else ""
+            score_dicts = [
+                scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH
+            ]
+            common = {
+                n: x
+                for n, x in score_dicts[0].items()
+                if all(scores[n] == x for scores in score_dicts)
+            }
+            equal = (
+                f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in common.items()
+            )
+            subject = "the others" if cut else "They"
+            hint = ", or no answer is found where task.extract looks" if "task" in common else ""
             parts.append(
-                f"{those} have one score ({', '.join(equal) or 'in sum'}): the task may be too "
-                f"hard or too easy for this model{finds}. See samples.jsonl"
+                f"{subject} have one score ({', '.join(equal) or 'in sum'}): the task may be too "
+                f"hard or too easy for this model{hint}. See samples.jsonl"
             )
         return f"{fact}. {'; '.join(parts)}"
 
@@ -235,10 +245,10 @@ def extra_by_source(rollout: Rollout) -> dict[str, Any]:
 def extra_means(batch: Iterable[Rollout]) -> Stats:
     """Return the means of numeric extras of reward functions, each over the rollouts that have it.
     Time-outs of the task's verifier are counted instead."""
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for rollout in batch:
         for name, value in extra_by_source(rollout).items():
             if isinstance(value, int | float):
-                found.setdefault(f"reward/{name}", []).append(value)
+                values_by_name.setdefault(f"reward/{name}", []).append(value)
     counts = {"reward/task/timeouts"}
-    return {name: sum(v) if name in counts else fmean(v) for name, v in found.items()}
+    return {name: sum(v) if name in counts else fmean(v) for name, v in values_by_name.items()}

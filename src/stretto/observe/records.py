@@ -42,10 +42,10 @@ class Growing:
         if not self._file.is_file():
             return []
         with self._file.open("rb") as stream:
-            found = os.fstat(stream.fileno())
-            if found.st_ino != self._inode or found.st_size < self._size:
+            stat = os.fstat(stream.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._size:
                 self._records = []
-                self._inode = found.st_ino
+                self._inode = stat.st_ino
                 self._size = 0
             stream.seek(self._size)
             lines = files.whole_lines(stream.read())
@@ -67,9 +67,9 @@ def rewind(file: Path, step: int) -> bool:
         return False
     content = file.read_bytes()
     lines = files.whole_lines(content)
-    kept = b"".join(line for line in lines if _record(line, file)["step"] <= step)
-    if kept != content:
-        files.write_whole(file, kept)
+    prefix = b"".join(line for line in lines if _record(line, file)["step"] <= step)
+    if prefix != content:
+        files.write_whole(file, prefix)
     return sum(map(len, lines)) < len(content)
 
 

@@ -250,8 +250,8 @@ class RunDirectory:
         starts = list[dict[str, Any]]()
         with suppress(StateError):  # no or damaged record of earlier starts
             starts = self.read_starts()
-        kept = {**asdict(machine), "starts": [*starts, current_start()]}
-        files.write_whole(self.machine_file, json.dumps(kept, indent=2).encode())
+        record = {**asdict(machine), "starts": [*starts, current_start()]}
+        files.write_whole(self.machine_file, json.dumps(record, indent=2).encode())
 
     def read_machine(self) -> Machine:
         return self._read_machine()[0]
@@ -262,9 +262,9 @@ class RunDirectory:
 
     def _read_machine(self) -> tuple[Machine, list[dict[str, Any]]]:
         try:
-            found = json.loads(self.machine_file.read_bytes())
-            starts = [dict(start) for start in found.pop("starts", [])]
-            return Machine(**{**found, "gpus": tuple(found["gpus"])}), starts
+            record = json.loads(self.machine_file.read_bytes())
+            starts = [dict(start) for start in record.pop("starts", [])]
+            return Machine(**{**record, "gpus": tuple(record["gpus"])}), starts
         except files.UNREADABLE as error:
             text = f"'{self.machine_file}' cannot be read: {error}"
             raise StateError(text, "damaged-record") from error
@@ -282,8 +282,8 @@ class RunDirectory:
     ) -> None:
         """Add the rollouts that ended with a step. ``rewards`` are by rollout id, as trained on.
         Rollouts in flight at the end of the run are recorded with the step after the last one."""
-        ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
-        records.append(self.rollouts_file, [record.record() for record in ended])
+        rollout_records = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
+        records.append(self.rollouts_file, [record.record() for record in rollout_records])
 
     def append_evaluation(self, record: Mapping[str, Any]) -> bool:
         return records.append(self.evaluations_file, [record])
@@ -304,11 +304,11 @@ class RunDirectory:
     def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
         """Return ended rollouts in order, with ``in_flight`` also those left at the run's end."""
         try:
-            found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
+            rollouts = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
         except TypeError as error:
             text = f"'{self.rollouts_file}' has other fields than this version writes: {error}"
             raise StateError(text, "damaged-record") from error
-        return [record for record in found if in_flight or not record.in_flight]
+        return [record for record in rollouts if in_flight or not record.in_flight]
 
     def ended(self, steps: int) -> TrainResult | None:
         """Return a run's outcome if it has taken ``steps`` steps and saved its model after them."""
@@ -317,15 +317,15 @@ class RunDirectory:
             return None
         if self.model.stat().st_mtime_ns < self.metrics_file.stat().st_mtime_ns:
             return None  # the model is older
-        taken = last.pop("step")
+        step = last.pop("step")
         stats = {name: math.nan if value is None else value for name, value in last.items()}
-        return TrainResult(taken, stats, self.path)
+        return TrainResult(step, stats, self.path)
 
     def best(self) -> Best | None:
         """Return the evaluation whose model is kept, if any."""
         try:
-            found = json.loads(self.best_file.read_bytes())
-            return Best(found["step"], found[SCORE], self.best_model)
+            evaluation = json.loads(self.best_file.read_bytes())
+            return Best(evaluation["step"], evaluation[SCORE], self.best_model)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -335,8 +335,8 @@ class RunDirectory:
     def rewind(self, step: int) -> list[str]:
         """Drop the records after ``step``, and unfinished last lines left by a crash. Returns the
         names of the files that had such a line."""
-        kept = (self.metrics_file, self.samples_file, self.rollouts_file)
-        torn = [file.name for file in kept if records.rewind(file, step)]
+        record_files = (self.metrics_file, self.samples_file, self.rollouts_file)
+        torn = [file.name for file in record_files if records.rewind(file, step)]
         self.trace.rewind(step)
         return torn
 
@@ -352,8 +352,8 @@ def claim(root: Path, name: str) -> Path:
     """Make the next free folder. Concurrent runs get one each."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     while True:
-        taken = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]
-        path = root / f"{name}-{max(taken, default=0) + 1:03d}"
+        numbers = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]
+        path = root / f"{name}-{max(numbers, default=0) + 1:03d}"
         with suppress(FileExistsError):
             path.mkdir()
             return path

@@ -149,12 +149,12 @@ class Spans:
         with self._lock:
             now_s = self._clock.now()
             # Copy the attributes, because the body of an open span may still add to them.
-            cut = tuple(
+            open_spans = tuple(
                 replace(span, end_s=now_s, attributes=dict(span.attributes))
                 for span in self._open.values()
             )
-            ended = tuple(self._records)
-            window = Window(self._since_s, now_s, ended, cut, self._devices, self._processes)
+            spans = tuple(self._records)
+            window = Window(self._since_s, now_s, spans, open_spans, self._devices, self._processes)
             self._records.clear()
             self._since_s = now_s
         return window

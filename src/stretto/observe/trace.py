@@ -118,8 +118,10 @@ class TraceFile:
             process = _named("process_name", _DRIVER, _STEP_TRACK, name="stretto")
             events += [process, *_track("steps", _DRIVER, _STEP_TRACK)]
         calls = [span for span in window.ended if span.role == ENVIRONMENT]
-        others = self._role_lanes.place(span for span in window.ended if span.role != ENVIRONMENT)
-        for track, span in (*others, *self._lanes.place(calls)):
+        role_spans = self._role_lanes.place(
+            span for span in window.ended if span.role != ENVIRONMENT
+        )
+        for track, span in (*role_spans, *self._lanes.place(calls)):
             place = self._tracks.place(track, window.processes.get(span.role, ""), events)
             event = _event(span, offset_s, *place)
             events += [event, *self._rollouts.follow(span, event)]
@@ -127,9 +129,11 @@ class TraceFile:
         events += _answering(calls, window, offset_s)
         marker = Span("", f"{_STEP} {step}", window.start_s, window.end_s, {"step": step})
         event = {**_event(marker, offset_s, _DRIVER, _STEP_TRACK), "cat": _STEP}
-        found = {name: stats[name] for name in COUNTED if math.isfinite(stats.get(name, math.nan))}
-        found[_WAITING] = self._rollouts.waiting
-        events += (_counter(name, _end(event), _DRIVER, value) for name, value in found.items())
+        counters = {
+            name: stats[name] for name in COUNTED if math.isfinite(stats.get(name, math.nan))
+        }
+        counters[_WAITING] = self._rollouts.waiting
+        events += (_counter(name, _end(event), _DRIVER, value) for name, value in counters.items())
         self._write(size, [*events, event])
         return True
 
@@ -142,7 +146,7 @@ class TraceFile:
         self._role_lanes = RoleLanes()
         if not self.path.exists():
             return
-        kept = 0
+        line_count = 0
         lines = self._lines()
         for index, line in enumerate(lines):
             if _STEP_MARK in line:
@@ -152,9 +156,9 @@ class TraceFile:
                 except StateError as damage:
                     self._put_aside(damage)
                     return
-                kept = index + 1
-        if kept:
-            files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
+                line_count = index + 1
+        if line_count:
+            files.write_whole(self.path, b"[\n" + b",\n".join(lines[:line_count]) + _END)
         else:
             self.path.unlink()
 
@@ -169,7 +173,7 @@ class TraceFile:
         """Read the trace (empty without a file), or its first ``steps`` steps. Steps whose end was
         not written because of a kill are left out. Raises StateError for a damaged event."""
         names: dict[tuple[int, int], str] = {}
-        read: list[TracedStep] = []
+        traced_steps: list[TracedStep] = []
         spans: list[Span] = []
         for event in map(self._parse, self._lines()):
             if event["name"] == "thread_name":
@@ -179,8 +183,8 @@ class TraceFile:
             start_s = event["ts"] / 1e6
             end_s = start_s + event["dur"] / 1e6
             if event["cat"] == _STEP:
-                read.append(TracedStep(event["args"]["step"], start_s, end_s))
-                if len(read) == steps:
+                traced_steps.append(TracedStep(event["args"]["step"], start_s, end_s))
+                if len(traced_steps) == steps:
                     break
             else:
                 name = WAIT if event["name"].startswith(f"{WAIT}: ") else event["name"]
@@ -189,7 +193,7 @@ class TraceFile:
                     raise self._damaged(event["name"])
                 role = ENVIRONMENT if is_environment(role) else LANE.sub("", role)
                 spans.append(Span(role, name, start_s, end_s, event["args"]))
-        return Trace(tuple(read), tuple(spans))
+        return Trace(tuple(traced_steps), tuple(spans))
 
     def _write(self, size: int, events: list[Event]) -> None:
         """Append events, all or none, replacing the closing bracket if there is one."""
@@ -265,9 +269,9 @@ class _Tracks:
                 _named("process_name", pid, _STEP_TRACK, name=process),
                 _named("process_sort_index", pid, _STEP_TRACK, sort_index=pid),
             ]
-        pid, known = self._processes[process], self._places.get(role)
-        if known is None or known[0] != pid:
-            track = known[1] if known else self._new(role)
+        pid, place = self._processes[process], self._places.get(role)
+        if place is None or place[0] != pid:
+            track = place[1] if place else self._new(role)
             self._places[role] = pid, track
             events += _track(role, pid, track)
         return self._places[role]
@@ -348,8 +352,8 @@ def _answering(calls: Iterable[Span], window: Window, offset_s: float) -> Iterat
     """Yield the counter of environment calls in a window, ended or open."""
     open_now = [span for span in window.open if span.role == ENVIRONMENT]
     last_s = None
-    found = profile([*calls, *open_now], window.start_s, window.end_s, COUNTS)
-    for start_s, end_s, count in found:
+    intervals = profile([*calls, *open_now], window.start_s, window.end_s, COUNTS)
+    for start_s, end_s, count in intervals:
         if last_s is not None and last_s < start_s:
             yield _counter(_ANSWERING, _micros(last_s + offset_s), _DRIVER, 0)
         yield _counter(_ANSWERING, _micros(start_s + offset_s), _DRIVER, count)

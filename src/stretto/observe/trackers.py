@@ -184,13 +184,13 @@ class Trackio(_Remembered):
 
     def __init__(self, run: TrackedRun) -> None:
         super().__init__(run, "trackio")
-        opened = self._library.init(
+        experiment = self._library.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=self._id or run.name,
             resume="allow" if self._id else "never",
             config=dict(flat_settings(run.settings)),
         )
-        self._remember(opened.name)
+        self._remember(experiment.name)
         self.finish = self._library.finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -203,14 +203,14 @@ class SwanLab(_Remembered):
 
     def __init__(self, run: TrackedRun) -> None:
         super().__init__(run, "swanlab")
-        opened = self._library.init(
+        experiment = self._library.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
             experiment_name=run.name,
             config=dict(run.settings),
             logdir=str(run.folder / "swanlab"),
             **({"id": self._id, "resume": "allow"} if self._id else {}),
         )
-        self._remember(opened.id)
+        self._remember(experiment.id)
         self.finish = self._library.finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -225,18 +225,18 @@ class MLflow(_Remembered):
         super().__init__(run, "mlflow")
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
             self._library.set_experiment(PROJECT)
-        opened = self._library.start_run(run_id=self._id, run_name=run.name)
+        active_run = self._library.start_run(run_id=self._id, run_name=run.name)
         self.finish = self._library.end_run
-        self._remember(opened.info.run_id)
-        named = [
+        self._remember(active_run.info.run_id)
+        parameters = [
             (self._named(name), str(value)[:500]) for name, value in flat_settings(run.settings)
         ]
-        for start in range(0, 0 if self._id else len(named), 100):  # MLflow's limits
-            self._library.log_params(dict(named[start : start + 100]))
+        for start in range(0, 0 if self._id else len(parameters), 100):  # MLflow's limits
+            self._library.log_params(dict(parameters[start : start + 100]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        named = {self._named(name): value for name, value in metrics.items()}
-        self._library.log_metrics(named, step=step)
+        renamed_metrics = {self._named(name): value for name, value in metrics.items()}
+        self._library.log_metrics(renamed_metrics, step=step)
 
     def _named(self, name: str) -> str:
         return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)
@@ -297,11 +297,11 @@ def open_trackers(observe: ObserveConfig, run: TrackedRun) -> dict[str, Tracker]
     MissingExtraError if a library is not installed, ConfigError if there is no such code, and
     StorageError if a tracker cannot be opened."""
     require_libraries(observe)
-    made: dict[str, Tracker] = {}
+    trackers: dict[str, Tracker] = {}
     for name in observe.trackers:
         make = _MADE.get(name) or outside.load(name, "observe.trackers", Callable)
         try:
-            made[name] = make(run)
+            trackers[name] = make(run)
         except StrettoError:
             raise
         except Exception as error:
@@ -311,5 +311,5 @@ def open_trackers(observe: ObserveConfig, run: TrackedRun) -> dict[str, Tracker]
                 "tracker-unusable",
             ) from error
     if observe.prometheus_port:
-        made["prometheus"] = Prometheus(run, observe.prometheus_port)
-    return made
+        trackers["prometheus"] = Prometheus(run, observe.prometheus_port)
+    return trackers

@@ -44,9 +44,13 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
     """Return the transcript of a rollout. ``decode`` keeps all tokens, control tokens too."""
     if not (rollout.log or rollout.turns):
         return Transcript()
-    given = answers(rollout)
+    observations = answers(rollout)
     turns = [
-        {**size, **_told(given[i] if i < len(given) else None), "reward": _reward(rollout, i)}
+        {
+            **size,
+            **_told(observations[i] if i < len(observations) else None),
+            "reward": _reward(rollout, i),
+        }
         for i, size in enumerate(turn_sizes(rollout))
     ]
     return Transcript(
@@ -59,17 +63,19 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
 
 def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
     """Return each turn's sampled tokens, its answer's tokens, and the seconds until the answer."""
-    given = answers(rollout)
-    found = list[dict[str, Any]]()
+    observations = answers(rollout)
+    sizes = list[dict[str, Any]]()
     start = 0
     ends = rollout.turns
     for i, end in enumerate(ends):
-        drawn = end - start - _context(rollout, start, end)
-        behind = _context(rollout, end, _next_start(rollout, end))
-        seconds = wait_s(given[i]) if i < len(given) else 0.0
-        found.append({"tokens": drawn, "wait_s": round(seconds, 6), "context": behind})
+        sampled_tokens = end - start - _context(rollout, start, end)
+        context_tokens = _context(rollout, end, _next_start(rollout, end))
+        seconds = wait_s(observations[i]) if i < len(observations) else 0.0
+        sizes.append(
+            {"tokens": sampled_tokens, "wait_s": round(seconds, 6), "context": context_tokens}
+        )
         start = end
-    return found
+    return sizes
 
 
 def _next_start(rollout: Rollout, end: int) -> int:
@@ -92,32 +98,34 @@ def _reward(rollout: Rollout, turn: int) -> float | None:
 def _told(answer: Observation | None) -> dict[str, Any]:
     if answer is None:
         return {"messages": [], "calls": []}
-    made = list(calls(answer))
+    tool_calls = list(calls(answer))
     results = [message["content"] for message in answer.messages if message["role"] == "tool"]
-    if len(results) == len(made):
-        made = [{"result": result, **call} for result, call in zip(results, made, strict=True)]
+    if len(results) == len(tool_calls):
+        tool_calls = [
+            {"result": result, **call} for result, call in zip(results, tool_calls, strict=True)
+        ]
     return {
         "messages": [plain(message) for message in answer.messages],
-        "calls": [plain(call) for call in made],
+        "calls": [plain(call) for call in tool_calls],
     }
 
 
 def _pieces(
     rollout: Rollout, decode: Callable[[Sequence[int]], str]
 ) -> Sequence[Mapping[str, Any]]:
-    drawn = rollout.sampled
+    mask = rollout.sampled
     turn_ends = set(rollout.turns)
     changes = {i for a, b in rollout.context for i in (a, b)} | turn_ends | {0, len(rollout)}
     edges = sorted(changes)
-    found = list[Mapping[str, Any]]()
+    pieces = list[Mapping[str, Any]]()
     turn = 0
     for start, end in pairwise(edges):
-        if drawn[start] and start and (start in turn_ends or not drawn[start - 1]):
+        if mask[start] and start and (start in turn_ends or not mask[start - 1]):
             turn = sum(e <= start for e in rollout.turns)
         text = cut(decode(rollout.tokens[start:end].tolist()))
-        piece = {"text": text, "tokens": end - start, "turn": turn, "sampled": bool(drawn[start])}
-        found.append(piece)
-    return found
+        piece = {"text": text, "tokens": end - start, "turn": turn, "sampled": bool(mask[start])}
+        pieces.append(piece)
+    return pieces
 
 
 def cut(text: str) -> str:
@@ -138,7 +146,7 @@ def plain(value: Any, depth: int = MOST_DEPTH) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, Mapping) and depth:
-        return {str(key): plain(each, depth - 1) for key, each in value.items()}
+        return {str(key): plain(element, depth - 1) for key, element in value.items()}
     if isinstance(value, list | tuple) and depth:
-        return [plain(each, depth - 1) for each in value]
+        return [plain(element, depth - 1) for element in value]
     return cut(str(value))

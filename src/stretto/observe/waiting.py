@@ -106,15 +106,15 @@ def profile(
         if begin_s < finish_s:
             changes[begin_s] = changes.get(begin_s, 0) + count
             changes[finish_s] = changes.get(finish_s, 0) - count
-    found: list[tuple[float, float, int]] = []
+    intervals: list[tuple[float, float, int]] = []
     times, open_now = sorted(changes), 0
     for at_s, next_s in pairwise(times):
         open_now += changes[at_s]
         if open_now and next_s - at_s > INSTANT_S:  # spans read back may overlap by rounding
-            found.append((at_s, next_s, open_now))
-    if len(found) <= most:
-        return found
-    return _joined(found, (found[-1][1] - found[0][0]) / most)
+            intervals.append((at_s, next_s, open_now))
+    if len(intervals) <= most:
+        return intervals
+    return _joined(intervals, (intervals[-1][1] - intervals[0][0]) / most)
 
 
 def _joined(

@@ -93,8 +93,10 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
     in_brief = len(runs) > MAX_RUNS
     timelines: list[dict[str, Any]] = [{} for _ in runs]
     if not in_brief:
-        drawn = [{at: _timeline(run, s, kinds) for at, s in run.steps.items()} for run in runs]
-        timelines = _thinned(drawn, TIMELINE_CHARS, step)
+        timelines_by_step = [
+            {at: _timeline(run, s, kinds) for at, s in run.steps.items()} for run in runs
+        ]
+        timelines = _thinned(timelines_by_step, TIMELINE_CHARS, step)
     titles = {"driver": "run the schedule", **style.KINDS}
     return {
         "step": step,
@@ -107,7 +109,7 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
         "resolution": _RESOLUTION,
         "edges": edges,
         "settings": [*figures.about(runs), *figures.differing_settings(runs)],
-        **(grown := news(runs)),
+        **(updates := news(runs)),
         "runs": [
             {
                 "name": run.name,
@@ -117,9 +119,9 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),
                 "timeline": timeline,
-                **own,
+                **update,
             }
-            for run, timeline, own in zip(runs, timelines, grown["runs"], strict=True)
+            for run, timeline, update in zip(runs, timelines, updates["runs"], strict=True)
         ],
     }
 
@@ -131,11 +133,13 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
     after, in_brief = after or [-1] * len(runs), len(runs) > MAX_RUNS
     samples = [{} for _ in runs] if in_brief else _samples(runs, after)
     return {
-        "roles": sorted({s.role for own in where_time_went for s in own}, key=role_order),
+        "roles": sorted(
+            {s.role for run_shares in where_time_went for s in run_shares}, key=role_order
+        ),
         "runs": [
             {
                 "curves": _curves([] if in_brief else run.metrics, run.times_s(), step),
-                "samples": own_samples,
+                "samples": run_samples,
                 "seconds": _short(max(run.times_s().values(), default=0.0)),
                 "steps": run.metrics[-1]["step"] if run.metrics else 0,
                 "rate": run.mean_over_time(SAMPLES_PER_S),
@@ -144,7 +148,7 @@ def news(runs: Sequence[LoadedRun], after: Sequence[int] = ()) -> dict[str, Any]
                 "shares": shares,
                 "gpu_memory": figures.gpu_memory(run),
             }
-            for run, step, own_samples, shares in zip(
+            for run, step, run_samples, shares in zip(
                 runs, after, samples, where_time_went, strict=True
             )
         ],
@@ -192,45 +196,45 @@ def _curves(
     return {
         "steps": [part[-1]["step"] for part in parts],
         "times": [_short(times_s[part[-1]["step"]]) for part in parts],
-        "values": {name: own for name, own in values.items() if set(own) != {None}},
+        "values": {name: curve for name, curve in values.items() if set(curve) != {None}},
     }
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    known = [value for value in values if figures.finite(value)]
-    return _short(math.fsum(known) / len(known)) if known else None
+    numbers = [value for value in values if figures.finite(value)]
+    return _short(math.fsum(numbers) / len(numbers)) if numbers else None
 
 
 def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, Any]]:
     """Return each run's samples by step: prompt, response, reward, finish, tokens, scores with the
     sources' extra values, and the transcript of an episode."""
-    every: list[dict[int, list[Any]]] = [{} for _ in runs]
-    for run, step, by_step in zip(runs, after, every, strict=True):
+    by_run: list[dict[int, list[Any]]] = [{} for _ in runs]
+    for run, step, by_step in zip(runs, after, by_run, strict=True):
         for s in (s for s in run.samples if s["step"] > step):
-            given = {**s.get("scores", {}), **s.get("extra", {})}
-            scores = {n: v if isinstance(v, str) else _mean([v]) for n, v in given.items()}
+            all_scores = {**s.get("scores", {}), **s.get("extra", {})}
+            scores = {n: v if isinstance(v, str) else _mean([v]) for n, v in all_scores.items()}
             row = [s["prompt"], s["response"], _mean([s["reward"]]), s["finish"], s["tokens"]]
-            told = {key: s.get(key) for key in ("turns", "pieces", "ended_by")}
-            more = [told] if told["turns"] else []
+            episode = {key: s.get(key) for key in ("turns", "pieces", "ended_by")}
+            more = [episode] if episode["turns"] else []
             by_step.setdefault(s["step"], []).append([*row, scores, *more])
-    return _thinned(every, SAMPLE_CHARS)
+    return _thinned(by_run, SAMPLE_CHARS)
 
 
 def _thinned(
-    every: Sequence[Mapping[int, list[Any]]], most_chars: int, step: int | None = None
+    by_run: Sequence[Mapping[int, list[Any]]], most_chars: int, step: int | None = None
 ) -> list[dict[str, Any]]:
     """Return each run's rows by step, of every n-th step if all would be too many characters."""
-    sizes = [{n: len(json.dumps(rows)) for n, rows in own.items()} for own in every]
+    sizes = [{n: len(json.dumps(rows)) for n, rows in by_step.items()} for by_step in by_run]
     stride = 1
     while sum(s for size in sizes for n, s in size.items() if n % stride == 0) > most_chars:
         stride += 1
     return [
         {
             str(n): rows
-            for n, rows in sorted(own.items())
-            if n % stride == 0 or n in (1, max(own), step)
+            for n, rows in sorted(by_step.items())
+            if n % stride == 0 or n in (1, max(by_step), step)
         }
-        for own in every
+        for by_step in by_run
     ]
 
 
@@ -245,7 +249,7 @@ def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
         first = round((from_s - start_s) * scale)
         return [first, max(round((to_s - start_s) * scale) - first, 1)]
 
-    drawn: list[list[Any]] = []
+    bar_rows: list[list[Any]] = []
     for bar in bars(step):
         if bar.kind not in kinds:
             kinds.append(bar.kind)
@@ -254,13 +258,13 @@ def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
         row += [bar.spans if bar.spans > 1 else None, None if bar.height == 1 else bar.height]
         while row[-1] is None:
             row.pop()
-        drawn.append(row)
+        bar_rows.append(row)
     idle = [
         [roles[wait.role], CAUSES.index(wait.kind), *place(wait.start_s, wait.end_s)]
         for wait in waits(step, run.roles)
         if wait.kind in CAUSES
     ]
-    return [_short(start_s), _short(length_s), drawn, idle]
+    return [_short(start_s), _short(length_s), bar_rows, idle]
 
 
 def _short(value: float) -> float:

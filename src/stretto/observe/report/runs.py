@@ -43,8 +43,8 @@ class LoadedRun:
     starts: Sequence[Mapping[str, Any]] = ()  # date, command and versions, oldest first
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        found = [(int(m["step"]), m[metric]) for m in self.metrics if finite(m.get(metric))]
-        return [step for step, _ in found], [float(value) for _, value in found]
+        points = [(int(m["step"]), m[metric]) for m in self.metrics if finite(m.get(metric))]
+        return [step for step, _ in points], [float(value) for _, value in points]
 
     def times_s(self) -> dict[int, float]:
         """Return seconds from the run's start to each step's end, summed up if not recorded."""
@@ -66,9 +66,9 @@ class LoadedRun:
             before_s = now_s
 
     def mean_over_time(self, metric: str) -> float | None:
-        known = [(m[metric], step_s) for m, step_s in self.timed() if finite(m.get(metric))]
-        length_s = sum(step_s for _, step_s in known)
-        return sum(value * step_s for value, step_s in known) / length_s if length_s else None
+        points = [(m[metric], step_s) for m, step_s in self.timed() if finite(m.get(metric))]
+        length_s = sum(step_s for _, step_s in points)
+        return sum(value * step_s for value, step_s in points) / length_s if length_s else None
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -87,19 +87,19 @@ def load(paths: Sequence[str | Path], *, begun: bool = True) -> list[LoadedRun]:
 
 def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
     run = RunDirectory(folder)
-    configured = run.config_file.is_file()
-    if not (configured or run.metrics_file.is_file()):
+    has_config = run.config_file.is_file()
+    if not (has_config or run.metrics_file.is_file()):
         if not begun:
             return LoadedRun(name, {}, (), (), missing=["everything so far: it has not begun"])
         lacks = "it has neither config.toml nor metrics.jsonl"
         raise ConfigError(f"'{folder}' is not a run directory: {lacks}", "not-a-run")
     settings = (
-        dict(flat_settings(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
+        dict(flat_settings(tomllib.loads(run.config_file.read_text("utf-8")))) if has_config else {}
     )
     metrics = run.read_metrics()
     rollouts = run.read_rollouts()
     trace = run.trace.read()
-    needed = (
+    checks = (
         (settings, "config.toml: its settings are not compared"),
         (metrics, "metrics.jsonl: it has no curves"),
         (trace.steps, "trace.json: it has no timeline"),
@@ -112,7 +112,7 @@ def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
         rollouts=rollouts,
         steps=_by_step(trace),
         roles=sorted({span.role for span in trace.spans}, key=role_order),
-        missing=[text for found, text in needed if not found],
+        missing=[text for records, text in checks if not records],
         evaluations=run.read_evaluations(),
         samples=run.read_samples(),
         machine=str(run.read_machine()) if run.machine_file.is_file() else "",
@@ -129,18 +129,18 @@ def _by_step(trace: Trace) -> dict[int, TracedStep]:
         while i < len(steps) and steps[i].start_s < span.end_s:
             spans[i].append(span)
             i += 1
-    touched = zip(steps, spans, strict=True)
-    return {step.step: replace(step, spans=tuple(inside)) for step, inside in touched}
+    step_spans = zip(steps, spans, strict=True)
+    return {step.step: replace(step, spans=tuple(inside)) for step, inside in step_spans}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts for folder in folders]
     names = []
-    for own in parts:
+    for path in parts:
         length = 1
-        while length < len(own) and sum(p[-length:] == own[-length:] for p in parts) > 1:
+        while length < len(path) and sum(p[-length:] == path[-length:] for p in parts) > 1:
             length += 1
-        names.append("/".join(own[-length:]))
+        names.append("/".join(path[-length:]))
     return names
 
 
@@ -167,30 +167,30 @@ def shares(run: LoadedRun) -> list[Shares]:
             elif kind == "idle_s" and finite(value):
                 role, _, cause = rest.rpartition("/")
                 idle_s[role][cause] += value
-    found = []
+    role_shares = []
     for role in sorted(busy_s, key=role_order):
-        ordered = sorted(idle_s[role].items(), key=lambda item: cause_order(item[0]))
-        found.append(Shares(role, busy_s[role], dict(ordered)))
-    return found
+        idle_by_cause = sorted(idle_s[role].items(), key=lambda item: cause_order(item[0]))
+        role_shares.append(Shares(role, busy_s[role], dict(idle_by_cause)))
+    return role_shares
 
 
 def gpu_memory(run: LoadedRun) -> list[tuple[str, float, float]]:
     """Return by process the peaks of tensors' and of torch's reserved GPU memory [GB]."""
-    most: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    peaks: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for m in run.metrics:
         for key, value in m.items():
             process, _, kind = key.removeprefix("memory/").rpartition("/")
             if key.startswith("memory/") and process and finite(value):
-                most[process][kind] = max(most[process][kind], value)
-    return [(name, own["peak_gb"], own["reserved_gb"]) for name, own in sorted(most.items())]
+                peaks[process][kind] = max(peaks[process][kind], value)
+    return [(name, peak["peak_gb"], peak["reserved_gb"]) for name, peak in sorted(peaks.items())]
 
 
 def about(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
     """Return facts for repeating the runs, with a value for each run, ``None`` if unknown."""
 
     def versions(run: LoadedRun) -> str | None:
-        each = run.starts[-1]["versions"] if run.starts else {}
-        return ", ".join(f"{name} {version}" for name, version in each.items()) or None
+        packages = run.starts[-1]["versions"] if run.starts else {}
+        return ", ".join(f"{name} {version}" for name, version in packages.items()) or None
 
     facts = (
         ("begun", [run.starts[0]["date"] if run.starts else None for run in runs]),
@@ -211,13 +211,13 @@ def last_reward(run: LoadedRun) -> float | None:
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
     """Return settings that differ among runs, without ``out``, ``seed`` and ``observe``, with each
     run's value, or ``None`` if a run lacks it."""
-    known = [run.settings for run in runs if run.settings]
-    shown = sorted({key for settings in known for key in settings} - {"out", "seed"})
+    all_settings = [run.settings for run in runs if run.settings]
+    keys = sorted({key for settings in all_settings for key in settings} - {"out", "seed"})
     return [
         (key, [run.settings.get(key) for run in runs])
-        for key in shown
+        for key in keys
         if not key.startswith("observe.")
-        and any(settings.get(key) != known[0].get(key) for settings in known)
+        and any(settings.get(key) != all_settings[0].get(key) for settings in all_settings)
     ]
 
 
@@ -231,8 +231,8 @@ def algorithms(runs: Sequence[LoadedRun]) -> list[str]:
 
 def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
     for key, name, form in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
-        if found := figures.get(key):
-            yield form.format(found[name]), found["rate"], found["standard_error"]
+        if win_rate := figures.get(key):
+            yield form.format(win_rate[name]), win_rate["rate"], win_rate["standard_error"]
 
 
 def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
@@ -279,18 +279,18 @@ def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     }
     if len(set(dials.values())) < 2:
         return []
-    achieved = [_achieved(run) for run in runs]
-    titles = dict.fromkeys(title for own in achieved for title in own)
+    outcomes = [_achieved(run) for run in runs]
+    titles = dict.fromkeys(title for outcome in outcomes for title in outcome)
     charts = []
     for title in sorted(titles, key=lambda t: [t.startswith(start) for start in _LATER]):
         lines: dict[str, list[tuple[int, float, int]]] = {}
         for i, n in dials.items():
-            if title in achieved[i]:
-                lines.setdefault(algorithm(runs[i]), []).append((n, achieved[i][title], i))
+            if title in outcomes[i]:
+                lines.setdefault(algorithm(runs[i]), []).append((n, outcomes[i][title], i))
         if lines:
-            drawn = [_line(name, sorted(each)) for name, each in lines.items()]
+            series = [_line(name, sorted(points)) for name, points in lines.items()]
             is_share = title.startswith("Win-rate")
-            charts.append({"title": title, "is_share": is_share, "lines": drawn})
+            charts.append({"title": title, "is_share": is_share, "lines": series})
     return charts
 
 
@@ -298,22 +298,22 @@ _LATER = ("Perplexity", "KL", "Win-rate")  # charts after the reward's, last one
 
 
 def _achieved(run: LoadedRun) -> dict[str, float]:
-    found: dict[str, float] = {}
+    outcomes: dict[str, float] = {}
     if (reward := last_reward(run)) is not None:
-        found["Reward, last tenth of the steps"] = reward
+        outcomes["Reward, last tenth of the steps"] = reward
     for figures in (record["figures"] for record in run.evaluations):
-        found |= {f"Win-rate by {by}": rate for by, rate, _ in win_rates(figures)}
+        outcomes |= {f"Win-rate by {by}": rate for by, rate, _ in win_rates(figures)}
         if kl := figures.get("kl"):
-            found["KL to the SFT model [nats a response]"] = kl["kl"]
-            found["Perplexity of the SFT model on the samples"] = kl["perplexity"]
-    return found
+            outcomes["KL to the SFT model [nats a response]"] = kl["kl"]
+            outcomes["Perplexity of the SFT model on the samples"] = kl["perplexity"]
+    return outcomes
 
 
 def _line(name: str, runs: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
-    values: dict[int, list[float]] = {}
+    values_by_n: dict[int, list[float]] = {}
     for n, value, _ in runs:
-        values.setdefault(n, []).append(value)
-    means = [[n, fmean(each)] for n, each in values.items()]
+        values_by_n.setdefault(n, []).append(value)
+    means = [[n, fmean(values)] for n, values in values_by_n.items()]
     return {"algorithm": name, "points": means, "runs": [list(run) for run in runs]}
 
 

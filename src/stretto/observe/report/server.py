@@ -82,14 +82,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        after = parse_qs(asked.query).get("after", [])
+        url = urlsplit(self.path)
+        after = parse_qs(url.query).get("after", [])
         try:
             if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _NAMES:
                 self._send(403, "text/plain", "only the loopback is served")
-            elif asked.path == "/":
+            elif url.path == "/":
                 self._send(200, "text/html", self.server.page())
-            elif asked.path != "/data":
+            elif url.path != "/data":
                 self._send(404, "text/plain", "there is nothing else")
             elif len(after) != len(self.server.names) or not all(map(str.isdecimal, after)):
                 self._send(400, "text/plain", "one step for each run is needed")

@@ -63,11 +63,11 @@ def bars(step: TracedStep) -> list[Bar]:
 
 def _waiting(step: TracedStep) -> list[Bar]:
     calls = [span for span in step.spans if span.role == ENVIRONMENT]
-    found = profile(calls, step.start_s, step.end_s, MAX_BARS)
-    most = max((count for *_, count in found), default=1)
+    intervals = profile(calls, step.start_s, step.end_s, MAX_BARS)
+    peak = max((count for *_, count in intervals), default=1)
     return [
-        Bar(ENVIRONMENT, ENVIRONMENT, start_s, end_s, count=count, height=count / most)
-        for start_s, end_s, count in found
+        Bar(ENVIRONMENT, ENVIRONMENT, start_s, end_s, count=count, height=count / peak)
+        for start_s, end_s, count in intervals
     ]
 
 
@@ -142,9 +142,9 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
         idle, work = waits(traced, run.roles), bars(traced)
         causes |= {wait.kind for wait in idle}
         kinds |= {bar.kind for bar in work}
-        filled = [(wait, _hatch(wait.kind)) for wait in idle]
-        filled += [(bar, style.kind_colour(bar.kind)) for bar in work]
-        body += _tracks(run.roles, filled, traced.start_s, y, scale)
+        fills = [(wait, _hatch(wait.kind)) for wait in idle]
+        fills += [(bar, style.kind_colour(bar.kind)) for bar in work]
+        body += _tracks(run.roles, fills, traced.start_s, y, scale)
         y += _LANE * len(run.roles) + 10
     body += _axis(longest_s, y, scale)
     y += _AXIS
@@ -161,14 +161,14 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
 
 
 def _tracks(
-    roles: Sequence[str], filled: Sequence[tuple[Bar, str]], start_s: float, y: float, scale: float
+    roles: Sequence[str], fills: Sequence[tuple[Bar, str]], start_s: float, y: float, scale: float
 ) -> Iterator[str]:
     tops = {role: y + _LANE * i for i, role in enumerate(roles)}
     for role, top in tops.items():
         name = role if len(role) <= _NAME_CHARS else f"{role[: _NAME_CHARS - 1]}…"
         place = f'x="{_LEFT - 10}" y="{top + 13.5:.1f}" text-anchor="end"'
         yield f"<text {place}>{escape(name)}</text>"
-    for bar, fill in filled:
+    for bar, fill in fills:
         x = _LEFT + (bar.start_s - start_s) * scale
         # Slightly narrower, so that consecutive calls can be told apart.
         width = max((bar.end_s - bar.start_s) * scale - 0.6, 0.6)
@@ -199,7 +199,7 @@ def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int
     order = [*style.KINDS, *sorted(kinds - set(style.KINDS))]
     entries = [(style.kind_colour(k), style.KINDS.get(k, k)) for k in order if k in kinds]
     entries += [(_hatch(c), style.CAUSES[c]) for c in style.HATCHINGS if c in causes]
-    drawn = []
+    elements = []
     x = float(_LEFT)
     rows = 1
     for fill, title in entries:
@@ -207,12 +207,12 @@ def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int
         if x + width > _WIDTH:
             x, rows = float(_LEFT), rows + 1
         top = y + _LEGEND * (rows - 1)
-        drawn.append(
+        elements.append(
             f'<rect x="{x:.1f}" y="{top + 3:.1f}" width="14" height="14" rx="2" fill="{fill}"/>'
             f'<text x="{x + 20:.1f}" y="{top + 14.5:.1f}">{escape(title)}</text>'
         )
         x += width
-    return drawn, rows
+    return elements, rows
 
 
 def tick_step(length: float, ticks: int) -> float:
