@@ -61,8 +61,8 @@ class Buffer:
 
     @property
     def chosen(self) -> Sequence[Rollout]:
-        chosen = (r for g in self._chosen for r in g.rollouts)
-        return sorted(chosen, key=lambda r: (episode_of(r.id), r.id))
+        rollouts = (r for g in self._chosen for r in g.rollouts)
+        return sorted(rollouts, key=lambda r: (episode_of(r.id), r.id))
 
     @property
     def chosen_size(self) -> int:
@@ -98,9 +98,9 @@ class Buffer:
             )
         self._wanted, self._chosen = groups, []
         self._set_due()
-        ended = [g for g in self._groups.values() if g.place >= 0]
-        ended.sort(key=lambda g: g.place)
-        return [r for g in ended for r in self._choose(g)]
+        ended_groups = [g for g in self._groups.values() if g.place >= 0]
+        ended_groups.sort(key=lambda g: g.place)
+        return [r for g in ended_groups for r in self._choose(g)]
 
     def ended(self, rollout: Rollout) -> Sequence[Rollout]:
         """Record that a rollout has ended. Returns the rollouts chosen as a result."""
@@ -113,19 +113,19 @@ class Buffer:
 
     def missing(self) -> int:
         """Return the smallest number of rollouts that must still end to complete the round."""
-        by_left: dict[int, list[int]] = {}
+        open_by_carries: dict[int, list[int]] = {}
         for group in self._groups.values():
             if group.open:
                 k = min(self._left(group), len(self._due))
-                by_left.setdefault(k, []).append(group.open)
+                open_by_carries.setdefault(k, []).append(group.open)
         needed = [*self._due, self._wanted - len(self._chosen)]
         cheapest: list[int] = []
-        chosen = rollouts = 0
+        n_groups = rollouts = 0
         for k, least in enumerate(needed):
-            for open_ in by_left.get(k, ()):
+            for open_ in open_by_carries.get(k, ()):
                 heappush(cheapest, open_)
-            while chosen < least:
-                chosen, rollouts = chosen + 1, rollouts + heappop(cheapest)
+            while n_groups < least:
+                n_groups, rollouts = n_groups + 1, rollouts + heappop(cheapest)
         return rollouts
 
     def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
@@ -148,12 +148,12 @@ class Buffer:
         return self._max_carries - group.rollouts[0].carries
 
     def _set_due(self) -> None:
-        left = Counter(map(self._left, self._groups.values()))
+        carries_left = Counter(map(self._left, self._groups.values()))
         rounds = min(self._max_carries, ceil_div(len(self._groups), max(self._wanted, 1)))
-        self._due, within = [], 0
+        self._due, total = [], 0
         for k in range(rounds):
-            within += left[k]
-            self._due.append(within - k * self._wanted)
+            total += carries_left[k]
+            self._due.append(total - k * self._wanted)
 
     def _choose(self, group: _Group) -> Sequence[Rollout]:
         """Take an ended group into the round, unless its place is due to another group."""
@@ -180,8 +180,8 @@ class Buffer:
     ) -> None:
         """Restore :meth:`state_dict`, which has only the ids of prompts."""
         self._groups = {}
-        for saved, place in zip(state["groups"], state["places"], strict=True):
-            rollouts = restored(saved, prompt_by_id)
+        for rollout_states, place in zip(state["groups"], state["places"], strict=True):
+            rollouts = restored(rollout_states, prompt_by_id)
             group = _Group(rollouts, sum(r.finish is None for r in rollouts), place)
             self._groups[rollouts[0].group] = group
         self._wanted = state["wanted"]

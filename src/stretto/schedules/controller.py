@@ -59,10 +59,10 @@ class Stateful:
     saved: ClassVar[tuple[str, ...]] = ()  # names of these attributes, without the underscore
 
     def state_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, f"_{name}") for name in self.saved}
+        parts = {name: getattr(self, f"_{name}") for name in self.saved}
         return {
             name: part.state_dict() if isinstance(part, Stateful) else deepcopy(part)
-            for name, part in found.items()
+            for name, part in parts.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Controls:
     @property
     def controllers(self) -> Mapping[str, Controller | HoldPolicy]:
         """Existing controllers, by the key of their state in a checkpoint."""
-        names = (each.name for each in fields(self) if each.name != "settings")
+        names = (field.name for field in fields(self) if field.name != "settings")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
@@ -49,9 +49,9 @@ def _within(name: str, value: Any, low: int, high: int | None) -> int:
     number = int(value) if isinstance(value, Integral) else low - 1
     if low <= number <= (number if high is None else high):
         return number
-    most = "" if high is None else f", at most {high} (`schedule.overcommit_max`)"
+    limit_text = "" if high is None else f", at most {high} (`schedule.overcommit_max`)"
     raise ConfigError(
         f"schedule.controllers: {name} = {value!r}, which must be an integer of {low} or "
-        f"more{most}; correct the controller",
+        f"more{limit_text}; correct the controller",
         "controller-value",
     )

@@ -145,8 +145,8 @@ class Engine:
         decoding, start_s = self.at(Place.DECODING), self.clock.now()
         try:
             deadlines = max(1.0, max_tokens / DEADLINE_TOKENS)
-            decoded = self.generator.decode(max_tokens, stop_after)
-            chunks, steps = await self.guard.ask(decoded, decoding, deadlines)
+            decode_call = self.generator.decode(max_tokens, stop_after)
+            chunks, steps = await self.guard.ask(decode_call, decoding, deadlines)
         except GoneError:
             return ()
         if not chunks:
@@ -174,10 +174,10 @@ class Engine:
         if self.holds is None:
             return
         decoding = sum(r.total_tokens + chunk_tokens for r in self.held.values())
-        decided = self.holds.decide(self.at(Place.PARKED), decoding, self.clock.now())
+        ids_by_treatment = self.holds.decide(self.at(Place.PARKED), decoding, self.clock.now())
         with suppress(GoneError):
-            for how, ids in decided.items():
-                await self.guard.ask(self.generator.hold(ids, how), ids)
+            for treatment, ids in ids_by_treatment.items():
+                await self.guard.ask(self.generator.hold(ids, treatment), ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -204,12 +204,19 @@ class Moves:
             return
         self._may_plan = False
         serving = [engine for engine in self.engines if engine.serves]
-        here = [(*e.at(Place.DECODING).values(), *e.at(Place.PARKED).values()) for e in serving]
-        planned = self.policy.plan([[(r.id, r.total_tokens) for r in each] for each in here])
-        for m in sorted(planned.moves, key=lambda m: (m.source, m.destination, not m.with_cache)):
-            if not serving[m.destination].left:
-                way = serving[m.source], serving[m.destination], m.with_cache
-                self._planned.setdefault(way, []).append(m.rollout_id)
+        rollouts_by_engine = [
+            (*e.at(Place.DECODING).values(), *e.at(Place.PARKED).values()) for e in serving
+        ]
+        migration_plan = self.policy.plan(
+            [[(r.id, r.total_tokens) for r in rollouts] for rollouts in rollouts_by_engine]
+        )
+        for move in sorted(
+            migration_plan.moves,
+            key=lambda move: (move.source, move.destination, not move.with_cache),
+        ):
+            if not serving[move.destination].left:
+                key = serving[move.source], serving[move.destination], move.with_cache
+                self._planned.setdefault(key, []).append(move.rollout_id)
         self._gathering = [destination for _, destination, _ in self._planned]
         if self._planned:
             for engine in self.engines:
@@ -217,8 +224,8 @@ class Moves:
 
     def come_to(self, engine: Engine) -> bool:
         """Return whether rollouts to decode are moving to an engine, or planned to."""
-        planned = any(destination is engine for _, destination, _ in self._planned)
-        return planned or bool(engine.at(Place.MOVING))
+        is_planned = any(destination is engine for _, destination, _ in self._planned)
+        return is_planned or bool(engine.at(Place.MOVING))
 
     def gathered_at(self, engine: Engine) -> Engine | None:
         """Return the destination for rollouts of an engine if stragglers are gathered elsewhere."""
@@ -228,20 +235,20 @@ class Moves:
         return min(serving, key=lambda other: other.load)
 
     def cancel(self, source: Engine) -> None:
-        for way in [way for way in self._planned if way[0] is source]:
-            del self._planned[way]
-            way[1].arrival.set()
+        for key in [key for key in self._planned if key[0] is source]:
+            del self._planned[key]
+            key[1].arrival.set()
 
     async def carry_out(self, source: Engine) -> None:
         """Make the planned moves from an engine. Parked rollouts move before they are answered."""
-        for way in [way for way in self._planned if way[0] is source]:
+        for key in [key for key in self._planned if key[0] is source]:
             decoding = source.at(Place.DECODING)
             # Some planned rollouts have ended meanwhile, or wait for another admission.
-            rollouts = [decoding[id_] for id_ in self._planned.get(way, ()) if id_ in decoding]
-            if rollouts and way[1].serves:
-                await self.transfer(*way, rollouts)
-            self._planned.pop(way, None)  # unless it was cancelled
-            way[1].arrival.set()
+            rollouts = [decoding[id_] for id_ in self._planned.get(key, ()) if id_ in decoding]
+            if rollouts and key[1].serves:
+                await self.transfer(*key, rollouts)
+            self._planned.pop(key, None)  # unless it was cancelled
+            key[1].arrival.set()
         parked = list(source.at(Place.PARKED).values())
         if parked and (destination := self.gathered_at(source)):
             await self.transfer(source, destination, True, parked, parked=True)
@@ -266,25 +273,25 @@ class Moves:
         for rollout in rollouts:
             locations.put(rollout, Place.MOVING, None if parked else destination.number)
         with suppress(GoneError):
-            exported = source.generator.export(ids, with_cache)
-            transfers = await source.guard.ask(exported, ids)
+            export_call = source.generator.export(ids, with_cache)
+            transfers = await source.guard.ask(export_call, ids)
             if not parked:
                 await destination.release()
                 if not destination.serves:  # lost meanwhile
                     raise GoneError
                 for rollout in rollouts:
                     locations.put(rollout, Place.DECODING, destination.number)
-            accepted = destination.generator.accept(responses, transfers)
-            await destination.guard.ask(accepted, ids)
+            accept_call = destination.generator.accept(responses, transfers)
+            await destination.guard.ask(accept_call, ids)
             if parked:
                 for rollout in rollouts:
                     if locations.place_of(rollout) is Place.MOVING:
                         locations.put(rollout, Place.PARKED, destination.number)
                     else:
                         destination.released.append(rollout.id)
-        lost = [rollout for rollout in rollouts if locations.is_moving(rollout)]
-        for rollout in lost:
+        lost_rollouts = [rollout for rollout in rollouts if locations.is_moving(rollout)]
+        for rollout in lost_rollouts:
             locations.remove(rollout)
         if not parked:
-            self.place(lost)
+            self.place(lost_rollouts)
         self.landed.set()

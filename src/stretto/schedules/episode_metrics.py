@@ -34,8 +34,8 @@ def _answers(samples: Sequence[Rollout]) -> list[Observation]:
 
 
 def calls(observation: Observation) -> Iterator[Mapping[str, Any]]:
-    found = observation.record.get("calls")
-    yield from (call for call in found or () if isinstance(call, Mapping))
+    entries = observation.record.get("calls")
+    yield from (call for call in entries or () if isinstance(call, Mapping))
 
 
 def tools_called(observation: Observation) -> str:
@@ -46,8 +46,8 @@ def wait_s(observation: Observation) -> float:
     """Return the seconds that an answer took, or its slowest call if it has no time itself."""
     seconds = observation.record.get("seconds")
     if seconds is None:
-        each = (float(call.get("seconds") or 0.0) for call in calls(observation))
-        return max(each, default=0.0)  # calls run concurrently
+        call_seconds = (float(call.get("seconds") or 0.0) for call in calls(observation))
+        return max(call_seconds, default=0.0)  # calls run concurrently
     return float(seconds)
 
 
@@ -66,13 +66,13 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
             episodes[episode_of(rollout.id)].append(rollout)
     if not episodes:
         return {}
-    each = list(episodes.values())
-    turns = [sum(len(r.turns) for r in samples) for samples in each]
-    context = [sum(len(r) - r.sampled_tokens for r in samples) for samples in each]
-    tokens = sum(len(r) for samples in each for r in samples)
-    waits = [[wait_s(o) for o in _answers(samples)] for samples in each]
-    flat = [seconds for own in waits for seconds in own]
-    found = {
+    episode_samples = list(episodes.values())
+    turns = [sum(len(r.turns) for r in samples) for samples in episode_samples]
+    context = [sum(len(r) - r.sampled_tokens for r in samples) for samples in episode_samples]
+    tokens = sum(len(r) for samples in episode_samples for r in samples)
+    waits = [[wait_s(o) for o in _answers(samples)] for samples in episode_samples]
+    flat = [seconds for episode_waits in waits for seconds in episode_waits]
+    metrics = {
         "episode/turns_mean": fmean(turns),
         "episode/turns_max": float(max(turns)),
         "episode/context_tokens_mean": fmean(context),
@@ -81,40 +81,50 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
         "episode/wait_s_p95": float(np.quantile(flat, 0.95)) if flat else 0.0,
         "episode/wait_s_total_mean": fmean(map(sum, waits)),
     }
-    if any(len(samples) > 1 for samples in each):
-        found["episode/samples_mean"] = fmean(map(len, each))
-    newest = (max(samples, key=lambda r: r.log[-1].number if r.log else -1) for samples in each)
-    ended = Counter(rollout.ended_by for rollout in newest)
-    found |= {f"episode/ended_by/{why}": n / len(each) for why, n in ended.items() if why}
-    made = [call for samples in each for o in _answers(samples) for call in calls(o)]
-    return found | _tools(made, len(each))
+    if any(len(samples) > 1 for samples in episode_samples):
+        metrics["episode/samples_mean"] = fmean(map(len, episode_samples))
+    last_samples = (
+        max(samples, key=lambda r: r.log[-1].number if r.log else -1) for samples in episode_samples
+    )
+    end_causes = Counter(rollout.ended_by for rollout in last_samples)
+    metrics |= {
+        f"episode/ended_by/{cause}": n / len(episode_samples)
+        for cause, n in end_causes.items()
+        if cause
+    }
+    all_calls = [
+        call for samples in episode_samples for o in _answers(samples) for call in calls(o)
+    ]
+    return metrics | _tools(all_calls, len(episode_samples))
 
 
-def _tools(made: Sequence[Mapping[str, Any]], episodes: int) -> dict[str, float]:
-    if not made:
+def _tools(all_calls: Sequence[Mapping[str, Any]], episodes: int) -> dict[str, float]:
+    if not all_calls:
         return {}
-    statuses = Counter(str(call.get("status") or "ok") for call in made)
-    failed = sum(call.get("status", "ok") != "ok" or bool(call.get("error")) for call in made)
-    found = {
-        "tools/call_frequency": len(made) / episodes,
-        "tools/failure_frequency": failed / len(made),
-        **{f"tools/calls/{s}": statuses[s] / len(made) for s in CALL_STATUSES},
+    statuses = Counter(str(call.get("status") or "ok") for call in all_calls)
+    failures = sum(
+        call.get("status", "ok") != "ok" or bool(call.get("error")) for call in all_calls
+    )
+    metrics = {
+        "tools/call_frequency": len(all_calls) / episodes,
+        "tools/failure_frequency": failures / len(all_calls),
+        **{f"tools/calls/{s}": statuses[s] / len(all_calls) for s in CALL_STATUSES},
     }
     # A call that did not run may have any name, so no metric is named after it.
     by_name: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for call in made:
+    for call in all_calls:
         if call.get("status", "ok") == "ok":
             by_name[_clean(str(call.get("name") or "tool"))].append(call)
-    often = sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:MOST_TOOLS]
-    for name in often:
-        own = by_name[name]
-        found |= {
-            f"tools/{name}/calls": float(len(own)),
-            f"tools/{name}/errors": float(sum(bool(call.get("error")) for call in own)),
-            f"tools/{name}/timeouts": float(sum(bool(call.get("timed_out")) for call in own)),
-            f"tools/{name}/seconds_mean": fmean(float(call.get("seconds") or 0.0) for call in own),
+    tools = sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:MOST_TOOLS]
+    for name in tools:
+        uses = by_name[name]
+        metrics |= {
+            f"tools/{name}/calls": float(len(uses)),
+            f"tools/{name}/errors": float(sum(bool(call.get("error")) for call in uses)),
+            f"tools/{name}/timeouts": float(sum(bool(call.get("timed_out")) for call in uses)),
+            f"tools/{name}/seconds_mean": fmean(float(call.get("seconds") or 0.0) for call in uses),
         }
-    return found
+    return metrics
 
 
 def _clean(name: str) -> str:

@@ -143,8 +143,8 @@ class Episodes:
             self._open.add(episode)
             if not log:
                 return observation
-        cut = FinishReason.LENGTH if rollout.ended_by else FinishReason.TURN
-        response = replace(rollout.response(text=True), finish=cut)
+        finish = FinishReason.LENGTH if rollout.ended_by else FinishReason.TURN
+        response = replace(rollout.response(text=True), finish=finish)
         return await self._asked("step", self._environment.step(response), rollout)
 
     async def _asked(
@@ -152,39 +152,45 @@ class Episodes:
     ) -> Observation:
         clock, start_s = self._context.clock, self._context.clock.now()
         with self._context.tracer.awaiting(ENVIRONMENT, name):
-            got = await answered(answer, self._context.deadline_s, "the environment", [rollout.id])
+            observation = await answered(
+                answer, self._context.deadline_s, "the environment", [rollout.id]
+            )
         now_s = clock.now()
-        facts = {"rollout": rollout.id, "turn": len(rollout.turns), "tool": tools_called(got)}
+        facts = {
+            "rollout": rollout.id,
+            "turn": len(rollout.turns),
+            "tool": tools_called(observation),
+        }
         self._context.tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
-        return replace(got, record={**got.record, "seconds": now_s - start_s})
+        return replace(observation, record={**observation.record, "seconds": now_s - start_s})
 
     async def _take(self, rollout: Rollout, o: Observation) -> None:
         if len(rollout.turns) > len(rollout.turn_rewards):
             rollout.turn_rewards.append(o.reward or 0.0)
         episode = episode_of(rollout.id)
         samples, ledger = list(self._samples[episode]), self._ledgers[episode]
-        goes_on = next((r for r in samples if r.id == o.rollout_id), None)
-        fork = goes_on is None
-        if goes_on is None:
-            goes_on = self._fork(samples[0], o)
-            ledger.join(goes_on)
-            ledger.move(goes_on, RolloutState.WAITING)
-        elif o.prompt is not None and o.prompt.tokens != goes_on.prompt.tokens:
-            goes_on.asked, goes_on.prompt = goes_on.prompt, o.prompt
+        sample = next((r for r in samples if r.id == o.rollout_id), None)
+        fork = sample is None
+        if sample is None:
+            sample = self._fork(samples[0], o)
+            ledger.join(sample)
+            ledger.move(sample, RolloutState.WAITING)
+        elif o.prompt is not None and o.prompt.tokens != sample.prompt.tokens:
+            sample.asked, sample.prompt = sample.prompt, o.prompt
         if fork or o.number == 0:
-            ledger.started(goes_on)
+            ledger.started(sample)
         if o.ended_by:
             rollout.log.append(o)
             self._end(o)
             await self.close(samples)
             return
         rollout.left = o.left[:1]
-        ledger.move(goes_on, RolloutState.DECODING)
-        context = goes_on.observe(o)
+        ledger.move(sample, RolloutState.DECODING)
+        context = sample.observe(o)
         if len(context.tokens):
-            goes_on.append(context)
+            sample.append(context)
             ledger.extended(context)
-        await self._pool.resume(goes_on)
+        await self._pool.resume(sample)
 
     def _fork(self, root: Rollout, o: Observation) -> Rollout:
         if o.prompt is None or episode_of(o.rollout_id) != episode_of(root.id):
@@ -193,26 +199,30 @@ class Episodes:
                 f"{o.rollout_id}, which is no sample of it, and has no prompt of its own",
                 "no-such-sample",
             )
-        asked = root.asked or root.prompt
-        fork = Rollout(o.rollout_id, replace(o.prompt, id=asked.id), root.group, asked=asked)
+        task_prompt = root.asked or root.prompt
+        fork = Rollout(
+            o.rollout_id, replace(o.prompt, id=task_prompt.id), root.group, asked=task_prompt
+        )
         ledger = self._ledgers[episode_of(root.id)]
         self.add([fork], ledger, greedy=not root.sampling or root.sampling.temperature == 0)
         return fork
 
-    def _end(self, last: Observation) -> None:
-        samples = self._samples[episode_of(last.rollout_id)]
-        ledger = self._ledgers[episode_of(last.rollout_id)]
+    def _end(self, observation: Observation) -> None:
+        samples = self._samples[episode_of(observation.rollout_id)]
+        ledger = self._ledgers[episode_of(observation.rollout_id)]
         total = sum(sum(r.turn_rewards) for r in samples)
-        failure = last.record.get("failure")
+        failure = observation.record.get("failure")
         verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
-        verdicts |= last.record.get("scores", {})
+        verdicts |= observation.record.get("scores", {})
         names = set(self._settings.environment_rewards)
         cuts = (*TOKEN_LIMITS, *self._settings.cut_by)
         if failure and not any(r.turns for r in samples):  # the episode was never opened
             names.add(ENVIRONMENT)
         for rollout in samples:
-            rollout.ended_by = last.ended_by
-            rollout.finish = FinishReason.LENGTH if last.ended_by in cuts else FinishReason.STOP
+            rollout.ended_by = observation.ended_by
+            rollout.finish = (
+                FinishReason.LENGTH if observation.ended_by in cuts else FinishReason.STOP
+            )
             for name in names:
                 verdict = verdicts.get(name, {"error": failure})
                 rollout.scores[name] = _score(rollout.id, name, verdict)

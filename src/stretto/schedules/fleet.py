@@ -105,10 +105,10 @@ class Fleet:
         for i, member in enumerate(self._members if self.restarts else ()):
             if member.deaths > self._reported[i]:
                 self._reported[i] = member.deaths
-                what = member.cause.partition("; mend the cause")[0]  # the run goes on by itself
+                cause = member.cause.partition("; mend the cause")[0]  # the run goes on by itself
                 number = member.lives + (member.state is MemberState.DEAD or member.retired)
-                then = f"restart {number} of {self.restarts}"
-                lines.append(f"{what} ({then if number <= self.restarts else 'not replaced'})")
+                outcome = f"restart {number} of {self.restarts}"
+                lines.append(f"{cause} ({outcome if number <= self.restarts else 'not replaced'})")
         return lines
 
     def metrics(self) -> dict[str, float]:
@@ -174,11 +174,11 @@ class RoleContext:
         waits = self.sync(weights, [guard.role for guard in serving])
         wait_of = dict(zip(serving, waits, strict=True))
 
-        async def loaded(guard: Guard) -> None:
+        async def load_one(guard: Guard) -> None:
             if wait := wait_of.get(guard):
                 await guard.ask(wait())
 
-        return [partial(loaded, guard) for guard in guards]
+        return [partial(load_one, guard) for guard in guards]
 
 
 class Guard:
@@ -275,10 +275,10 @@ class Guard:
         return self.member.serves and self.member.lives == life
 
     def _note_loss(self, error: StrettoError) -> None:
-        served = self.member.serves
+        was_serving = self.member.serves
         self.member.note("died", str(error))
         self._loss = error
-        if served:
+        if was_serving:
             self._down_since_s = self._context.clock.now()
             self._context.phases.lost(short_name(self.name))
             self.lost.set()

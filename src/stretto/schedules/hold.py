@@ -31,8 +31,8 @@ class HoldLimits:
     def __post_init__(self) -> None:
         check_least(0, cache_tokens=self.cache_tokens, copy_tokens_per_s=self.copy_tokens_per_s)
         if self.prefill_tokens_per_s <= 0:
-            given = self.prefill_tokens_per_s
-            raise ConfigError(f"prefill_tokens_per_s is above 0; got {given}", "not-positive")
+            speed = self.prefill_tokens_per_s
+            raise ConfigError(f"prefill_tokens_per_s is above 0; got {speed}", "not-positive")
 
     def let_go(self, tokens: int) -> tuple[Hold, float]:
         """Return the cheaper way to release the cache of so many tokens, and its seconds."""
@@ -69,8 +69,8 @@ class WaitModel(Stateful):
         self._seconds[kind] = [*self._seconds.get(kind, ()), seconds][-WINDOW:]
 
     def remaining_s(self, kind: str, waited_s: float) -> float:
-        every = [s for waits in self._seconds.values() for s in waits]
-        longer = [s for s in self._seconds.get(kind, every) if s > waited_s]
+        all_seconds = [s for waits in self._seconds.values() for s in waits]
+        longer = [s for s in self._seconds.get(kind, all_seconds) if s > waited_s]
         return sum(longer) / len(longer) - waited_s if longer else waited_s
 
 
@@ -121,9 +121,11 @@ class AutoHold:
         self._waits.observe(kind, seconds)
 
     def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
-        room = self._limits.cache_tokens
-        beyond = sum(w.tokens for w in waiting) + (0 if self._limits.apart else decoding) - room
-        if not room or beyond <= 0:
+        capacity = self._limits.cache_tokens
+        excess_tokens = (
+            sum(w.tokens for w in waiting) + (0 if self._limits.apart else decoding) - capacity
+        )
+        if not capacity or excess_tokens <= 0:
             return {}
         offers: list[tuple[float, int, int, Hold]] = []
         for w in waiting:
@@ -131,13 +133,13 @@ class AutoHold:
             left_s = self._waits.remaining_s(w.kind, now_s - w.since_s)
             if left_s > cost_s:
                 offers.append((cost_s / (w.tokens * left_s), w.rollout_id, w.tokens, how))
-        found: dict[int, Hold] = {}
+        treatments: dict[int, Hold] = {}
         for _, id_, tokens, how in sorted(offers):
-            if beyond <= 0:
+            if excess_tokens <= 0:
                 break
-            found[id_] = how
-            beyond -= tokens
-        return found
+            treatments[id_] = how
+            excess_tokens -= tokens
+        return treatments
 
     def state_dict(self) -> dict[str, Any]:
         return self._waits.state_dict()
@@ -173,11 +175,11 @@ class Parked:
         self, rollout_ids: Iterable[int], decoding: int, now_s: float
     ) -> Mapping[Hold, Sequence[int]]:
         """Return the ids of caches to release at one engine, by treatment."""
-        kept = (self._kept[id_] for id_ in sorted(rollout_ids) if id_ in self._kept)
-        waiting = [Waiting(r.id, r.total_tokens, *self._since[r.id]) for r in kept]
-        found: dict[Hold, list[int]] = {}
+        rollouts = (self._kept[id_] for id_ in sorted(rollout_ids) if id_ in self._kept)
+        waiting = [Waiting(r.id, r.total_tokens, *self._since[r.id]) for r in rollouts]
+        ids_by_treatment: dict[Hold, list[int]] = {}
         for id_, how in self._policy.decide(waiting, decoding, now_s).items():
             if how != "keep":
                 del self._kept[id_]
-                found.setdefault(how, []).append(id_)
-        return found
+                ids_by_treatment.setdefault(how, []).append(id_)
+        return ids_by_treatment

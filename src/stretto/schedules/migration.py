@@ -184,13 +184,20 @@ class AutoMigration(Simulating):
         seconds = np.zeros(len(thresholds))
         fresh = self._lengths.sample(rng.random((max(2, SIMULATED // self._batch), self._batch)))
         carried = under_way(fresh[:, :, None], self._batch, self._beyond, 1)[:2]
-        before, left = (
-            np.concatenate([tokens[:, :, 0], own], axis=1)
-            for tokens, own in zip(carried, (np.zeros_like(fresh), fresh), strict=True)
+        so_far, remaining = (
+            np.concatenate([carried_tokens[:, :, 0], fresh_tokens], axis=1)
+            for carried_tokens, fresh_tokens in zip(
+                carried, (np.zeros_like(fresh), fresh), strict=True
+            )
         )
-        for had, gets in zip(before, left, strict=True):
+        for trial_so_far, trial_remaining in zip(so_far, remaining, strict=True):
             trial = _Generation(
-                had, gets, self._batch, step_seconds, self._limits, self._prompt_tokens
+                trial_so_far,
+                trial_remaining,
+                self._batch,
+                step_seconds,
+                self._limits,
+                self._prompt_tokens,
             )
             for i, threshold in enumerate(thresholds):
                 seconds[i] += _scored_s(*trial.ends(threshold), self._score_tokens_per_s)
@@ -204,7 +211,7 @@ class _Generation:
     def __init__(
         self,
         before: IntArray,  # tokens of responses in flight so far, [in flight]
-        left: IntArray,  # tokens that they will still get, [in flight]
+        remaining: IntArray,  # tokens that they will still get, [in flight]
         batch: int,  # responses that must end
         step_seconds: FloatArray,  # of a decode step of 1, 2, .. rows
         limits: MigrationLimits,
@@ -215,9 +222,9 @@ class _Generation:
         self._limits = limits
         engines = range(limits.engines)
         orders = [
-            i + len(engines) * left[i :: len(engines)].argsort(kind="stable") for i in engines
+            i + len(engines) * remaining[i :: len(engines)].argsort(kind="stable") for i in engines
         ]
-        self._shares = [left[order] for order in orders]
+        self._shares = [remaining[order] for order in orders]
         self._known = [(before + prompt_tokens)[order] for order in orders]
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
@@ -229,11 +236,11 @@ class _Generation:
             first = np.sort(np.concatenate(ends))[: self._batch]
             moment_s = float(first[-1 - threshold]) if threshold < self._batch else 0.0
             self._migrate(moment_s, ends, free)
-        every_end = np.concatenate(ends)
-        chosen = np.argsort(every_end, kind="stable")[: self._batch]
+        all_ends = np.concatenate(ends)
+        batch = np.argsort(all_ends, kind="stable")[: self._batch]
         tokens = (np.concatenate(self._shares) + np.concatenate(self._known)).astype(np.float64)
         # The rest ends in a later round, so generators are free at the end of this one.
-        return every_end[chosen], tokens[chosen], np.minimum(free, every_end[chosen].max())
+        return all_ends[batch], tokens[batch], np.minimum(free, all_ends[batch].max())
 
     def _migrate(self, moment_s: float, ends: list[FloatArray], free: FloatArray) -> None:
         so_far = [
@@ -241,41 +248,46 @@ class _Generation:
             for ends_s, share in zip(self._ends, self._shares, strict=True)
         ]
         places = [[(i, k) for k in np.flatnonzero(e > moment_s)] for i, e in enumerate(ends)]
-        decoding = [place for of_one in places for place in of_one]
+        decoding = [place for engine_places in places for place in engine_places]
         number = {place: id_ for id_, place in enumerate(decoding)}
         tokens = [so_far[i] + float(self._known[i][k]) for i, k in decoding]
-        chosen = plan(
-            [[(number[p], int(tokens[number[p]])) for p in of_one] for of_one in places],
+        migration_plan = plan(
+            [
+                [(number[p], int(tokens[number[p]])) for p in engine_places]
+                for engine_places in places
+            ],
             self._limits,
         )
         holder = [i for i, _ in decoding]
         ready = np.full(len(ends), moment_s)
-        for move in chosen.moves:
+        for move in migration_plan.moves:
             holder[move.rollout_id] = move.destination
             moving_s = self._limits.moving_s(tokens[move.rollout_id])
             ready[move.destination] += moving_s
             ready[move.source] += moving_s * move.with_cache
         for target in set(holder):
-            held = [place for place, i in zip(decoding, holder, strict=True) if i == target]
-            left = np.array([self._shares[i][k] - so_far[i] for i, k in held])
-            order = np.argsort(left, kind="stable")
-            times = ready[target] + drain_times(self._step_seconds, left[order])
+            target_places = [
+                place for place, i in zip(decoding, holder, strict=True) if i == target
+            ]
+            remaining = np.array([self._shares[i][k] - so_far[i] for i, k in target_places])
+            order = np.argsort(remaining, kind="stable")
+            times = ready[target] + drain_times(self._step_seconds, remaining[order])
             for place, time_s in zip(order, times, strict=True):
-                i, k = held[place]
+                i, k = target_places[place]
                 ends[i][k] = time_s
             free[target] = times[-1]
-        for source in chosen.freed:
+        for source in migration_plan.freed:
             free[source] = min(free[source], ready[source])
 
 
 def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per_s: float) -> float:
     """Return when all responses are scored, if free generators take them in order of their ends."""
     order = np.argsort(ends, kind="stable")
-    servers, done = sorted(free.tolist()), 0.0
+    servers, last_s = sorted(free.tolist()), 0.0
     for end, work in zip(
         ends[order].tolist(), (tokens[order] / tokens_per_s).tolist(), strict=True
     ):
-        scored = max(servers[0], end) + work
-        heapreplace(servers, scored)
-        done = max(done, scored)
-    return done
+        scored_s = max(servers[0], end) + work
+        heapreplace(servers, scored_s)
+        last_s = max(last_s, scored_s)
+    return last_s

@@ -80,10 +80,10 @@ class LengthModel(Stateful):
                 )
             counts = np.array([len(step) for step in self._steps])
             newer = counts[::-1].cumsum()[::-1] - counts
-            of_step = 0.5 ** (newer * HALF_LIVES / self._window)
+            weight_per_step = 0.5 ** (newer * HALF_LIVES / self._window)
             lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
             order = np.argsort(lengths, kind="stable")
-            weights = np.repeat(of_step, counts)[order]
+            weights = np.repeat(weight_per_step, counts)[order]
             self._table = lengths[order], weights / weights.sum()
         return self._table
 
@@ -103,13 +103,17 @@ def under_way(
     lengths = groups.max(axis=1)
     ends = lengths.cumsum()
     points = (np.arange(replicas * carried) * GOLDEN % 1.0) * ends[-1]
-    hit = np.searchsorted(ends, points, side="right")
-    reached = points - (ends[hit] - lengths[hit])
-    left = np.maximum(0, np.ceil(groups[hit] - reached[:, None])).astype(np.int64)
+    rows = np.searchsorted(ends, points, side="right")
+    offset = points - (ends[rows] - lengths[rows])
+    remaining = np.maximum(0, np.ceil(groups[rows] - offset[:, None])).astype(np.int64)
     steps = lengths.mean() * wanted / (carried + wanted / 2)
-    carries = 1 + np.minimum(reached / steps, reached / lengths[hit] * max_carries).astype(np.int64)
+    carries = 1 + np.minimum(offset / steps, offset / lengths[rows] * max_carries).astype(np.int64)
     shape = replicas, carried, n
-    return (groups[hit] - left).reshape(shape), left.reshape(shape), carries.reshape(shape[:2])
+    return (
+        (groups[rows] - remaining).reshape(shape),
+        remaining.reshape(shape),
+        carries.reshape(shape[:2]),
+    )
 
 
 class LatencyModel(Stateful):
@@ -197,9 +201,9 @@ def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
     solution = np.zeros(terms.shape[1])
     for _ in range(ROUNDS):
         solution = _select(terms, seconds, weights / weights.mean())
-        off = np.abs(terms @ solution - seconds) * np.sqrt(base)
-        spread = np.median(off) / 0.6745 + 1e-12 * seconds.mean() + 1e-300
-        weights = base * np.minimum(1.0, HUBER * spread / np.maximum(off, 1e-300))
+        residuals = np.abs(terms @ solution - seconds) * np.sqrt(base)
+        spread = np.median(residuals) / 0.6745 + 1e-12 * seconds.mean() + 1e-300
+        weights = base * np.minimum(1.0, HUBER * spread / np.maximum(residuals, 1e-300))
     solution = np.divide(solution, scale, out=np.zeros_like(solution), where=scale > 0)
     bend = int(np.argmax(solution[4:]))
     return solution[[0, 1, 4 + bend, 2, 3]], float(knees[bend])
@@ -212,21 +216,21 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
     floor = 1e-10 * total + 1e-300  # otherwise a perfect fit is infinitely good
     curves = [(0,), (1,), (0, 1)]
     curves += [(*flat, k) for k in range(4, columns) for flat in ((0,), (1,), (0, 1))]
-    best, chosen = np.inf, np.zeros(columns)
+    best, solution = np.inf, np.zeros(columns)
     for size in range(1, min(5, max(1, n - 1)) + 1):
         pairs = product(curves, ((), (2,), (3,), (2, 3)))
         trials = np.array([curve + start for curve, start in pairs if len(curve + start) == size])
         grams = gram[trials[:, :, None], trials[:, None, :]] + 1e-10 * np.eye(size)
-        found = np.linalg.solve(grams, moments[trials][..., None])[..., 0]
-        squares = np.maximum(0.0, total - (found * moments[trials]).sum(axis=1)) + floor
+        solutions = np.linalg.solve(grams, moments[trials][..., None])[..., 0]
+        squares = np.maximum(0.0, total - (solutions * moments[trials]).sum(axis=1)) + floor
         parameters = size + (trials >= 4).any(axis=1)  # the knee is one too
         criteria = n * np.log(squares) + parameters * np.log(n)
-        criteria[(found < 0).any(axis=1)] = np.inf
+        criteria[(solutions < 0).any(axis=1)] = np.inf
         place = int(np.argmax(criteria <= criteria.min() + TIE))
         if criteria[place] < best - TIE:
-            best, chosen = criteria[place], np.zeros(columns)
-            chosen[trials[place]] = found[place]
-    return chosen
+            best, solution = criteria[place], np.zeros(columns)
+            solution[trials[place]] = solutions[place]
+    return solution
 
 
 class Simulating(Stateful):

@@ -179,9 +179,9 @@ class ThroughputOvercommit(Simulating):
             self._delta = self._best()
 
     def _best(self) -> int:
-        tried = {round(share * self._batch / self._group) * self._group for share in SHARES}
+        candidates = {round(share * self._batch / self._group) * self._group for share in SHARES}
         bounds = {self._low, self._high}
-        deltas = sorted({d for d in tried if self._low <= d <= self._high} | bounds)
+        deltas = sorted({d for d in candidates if self._low <= d <= self._high} | bounds)
         rows = np.arange(1, self._batch + deltas[-1] + 1) / self._generators
         step_seconds = self._latency.step_seconds(np.maximum(1.0, rows))
         replicas = max(1, SIMULATED // self._batch)
@@ -190,32 +190,34 @@ class ThroughputOvercommit(Simulating):
         strata = rng.permuted(np.tile(np.arange(responses), (replicas, 1)), axis=1)
         lengths = self._lengths.sample((strata + 0.5) / responses)  # the same ones for every delta
         seconds = np.array([self._seconds(delta, lengths, step_seconds) for delta in deltas])
-        fast = [d for d, s in zip(deltas, seconds, strict=True) if s <= SLACK * seconds.min()]
+        fast_deltas = [
+            d for d, s in zip(deltas, seconds, strict=True) if s <= SLACK * seconds.min()
+        ]
         growth = max(self._delta, self._batch // 2 // self._group * self._group, self._group)
-        return min(fast[0], self._delta + growth)
+        return min(fast_deltas[0], self._delta + growth)
 
     def _seconds(self, delta: int, lengths: IntArray, step_seconds: FloatArray) -> float:
         """Predict the seconds of a step from lengths [replicas, responses] in dispatch order."""
         replicas, n = len(lengths), self._group
-        wanted, slots = self._batch // n, (self._batch + delta) // n
+        quota, slots = self._batch // n, (self._batch + delta) // n
         draws = lengths[:, : lengths.shape[1] // n * n].reshape(replicas, -1, n)
-        _, left, carries = under_way(draws, wanted, slots - wanted, self._max_carries)
+        _, remaining, carries = under_way(draws, quota, slots - quota, self._max_carries)
         places = np.arange(replicas)[:, None] * slots  # of each replica's first group
-        fresh, drawn = np.zeros((replicas, wanted), np.int64), 0
+        fresh, offset = np.zeros((replicas, quota), np.int64), 0
         seconds = 0.0
         for step in range(WARMUP_STEPS + MEASURED_STEPS):
-            left = np.concatenate([left, draws[:, drawn : drawn + wanted]], axis=1)
+            remaining = np.concatenate([remaining, draws[:, offset : offset + quota]], axis=1)
             carries = np.concatenate([carries, fresh], axis=1)
-            drawn += wanted
-            ends = left.max(axis=2)  # a group ends with its last response
+            offset += quota
+            ends = remaining.max(axis=2)  # a group ends with its last response
             rank = np.where(carries >= self._max_carries, -1, ends).argsort(axis=1, kind="stable")
-            taken, kept = places + rank[:, :wanted], places + rank[:, wanted:]
-            steps = ends.ravel()[taken].max(axis=1)
-            ran = np.minimum(left, steps[:, None, None])
+            batch_places, open_places = places + rank[:, :quota], places + rank[:, quota:]
+            steps = ends.ravel()[batch_places].max(axis=1)
+            decoded_tokens = np.minimum(remaining, steps[:, None, None])
             if step >= WARMUP_STEPS:
-                ran_rows = np.sort(ran.reshape(replicas, -1), axis=1)
-                seconds += float(drain_seconds(step_seconds, ran_rows).mean())
-            left = (left - ran).reshape(-1, n)[kept]
-            carries = carries.ravel()[kept] + 1
-        starting = self._latency.start_seconds(delta / self._generators)
-        return seconds / MEASURED_STEPS + starting + median(self._overheads)
+                row_tokens = np.sort(decoded_tokens.reshape(replicas, -1), axis=1)
+                seconds += float(drain_seconds(step_seconds, row_tokens).mean())
+            remaining = (remaining - decoded_tokens).reshape(-1, n)[open_places]
+            carries = carries.ravel()[open_places] + 1
+        start_s = self._latency.start_seconds(delta / self._generators)
+        return seconds / MEASURED_STEPS + start_s + median(self._overheads)

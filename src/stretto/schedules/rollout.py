@@ -125,8 +125,8 @@ class Rollout:
         if chunk.finish and self.in_turns:
             self.turns.append(len(self.tokens))
             if chunk.finish is FinishReason.LENGTH:
-                whole = len(self.tokens) >= self.most_tokens
-                self.ended_by = "tokens" if whole else "turn_tokens"
+                at_limit = len(self.tokens) >= self.most_tokens
+                self.ended_by = "tokens" if at_limit else "turn_tokens"
         else:
             self.finish = chunk.finish
 
@@ -172,10 +172,10 @@ class Rollout:
     @property
     def sampled(self) -> BoolArray:
         """Whether the policy sampled each response token, [T]."""
-        drawn = np.ones(len(self.tokens), np.bool_)
+        mask = np.ones(len(self.tokens), np.bool_)
         for start, end in self.context:
-            drawn[start:end] = False
-        return drawn
+            mask[start:end] = False
+        return mask
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
@@ -221,7 +221,7 @@ class Rollout:
             self.response(text=True),
             prompt=self.samples[0].prompt,
             tokens=np.concatenate([np.array(tokens, np.int32) for _, tokens, *_ in parts]),
-            sampled=np.concatenate([drawn for *_, drawn, _ in parts]),
+            sampled=np.concatenate([mask for *_, mask, _ in parts]),
             messages=_messages_of(self.samples),
             joints=joints,
         )
@@ -231,9 +231,9 @@ class Rollout:
         last = self.log[-1] if self.log else None
         if not (last and self.sampling and (last.max_turn_tokens or last.stop)):
             return self.sampling
-        most = self.sampling.max_turn_tokens
-        most = min(last.max_turn_tokens or most, most)
-        return replace(self.sampling, max_turn_tokens=most, stop=last.stop)
+        max_turn_tokens = self.sampling.max_turn_tokens
+        max_turn_tokens = min(last.max_turn_tokens or max_turn_tokens, max_turn_tokens)
+        return replace(self.sampling, max_turn_tokens=max_turn_tokens, stop=last.stop)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and the arrays themselves. Prompts become an id and a fingerprint."""
@@ -253,10 +253,10 @@ class Rollout:
         }
 
     def _episode_state(self) -> dict[str, Any]:
-        opened = self.asked and (self.prompt.tokens, self.prompt.text, self.prompt.messages)
+        opening = self.asked and (self.prompt.tokens, self.prompt.text, self.prompt.messages)
         return {
             "context": list(self.context),
-            "opened": opened,
+            "opened": opening,
             "turns": list(self.turns),
             "turn_rewards": list(self.turn_rewards),
             "ended_by": self.ended_by,
@@ -276,11 +276,11 @@ class Rollout:
                 "prompt-changed",
             )
         episode = state.get("episode", {})
-        asked, opened = None, episode.get("opened")
+        task, opening = None, episode.get("opened")
         log = [Observation.from_state(o) for o in episode.get("log", ())]
-        if opened:
-            tokens, text, messages = opened
-            asked, prompt = prompt, replace(prompt, tokens=tokens, text=text, messages=messages)
+        if opening:
+            tokens, text, messages = opening
+            task, prompt = prompt, replace(prompt, tokens=tokens, text=text, messages=messages)
             log[0] = replace(log[0], prompt=prompt)
         return cls(
             id=state["id"],
@@ -293,7 +293,7 @@ class Rollout:
             state=RolloutState(state["state"]),
             carries=state["carries"],
             scores={s["source"]: Score.from_state(s) for s in state["scores"]},
-            asked=asked,
+            asked=task,
             context=[(start, end) for start, end in episode.get("context", ())],
             log=log,
             turns=list(episode.get("turns", ())),
@@ -309,14 +309,14 @@ def _messages_of(samples: Sequence[Rollout]) -> tuple[Message, ...]:
     """
     log = sorted((o for r in samples for o in r.log), key=lambda o: o.number)
     messages = list[Message]()
-    told = set[int]()
-    last = samples[0].id
+    logged_ids = set[int]()
+    last_id = samples[0].id
     for o in log:
-        messages += (*o.left, *o.messages[o.rollout_id in told :])
-        told.discard(o.rollout_id)
+        messages += (*o.left, *o.messages[o.rollout_id in logged_ids :])
+        logged_ids.discard(o.rollout_id)
         if o.left:
-            told.add(last)
-        last = o.rollout_id
+            logged_ids.add(last_id)
+        last_id = o.rollout_id
     return tuple(messages)
 
 
@@ -361,11 +361,11 @@ class Ledger:
 
     def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         """Change a rollout's state. LifecycleError if its present one differs from the ledger's."""
-        known = self._in_flight.get(rollout.id)
-        if known is not rollout.state:
+        recorded_state = self._in_flight.get(rollout.id)
+        if recorded_state is not rollout.state:
             raise LifecycleError(
                 f"rollout {rollout.id} is {rollout.state}, but the books have it as "
-                f"{known or 'not in flight'}",
+                f"{recorded_state or 'not in flight'}",
                 "not-as-booked",
             )
         rollout.move(state, because)
@@ -437,12 +437,12 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
 def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Return scored rollouts as columns. At least one, all with scores of the same scorers."""
     sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
-    found = {
+    columns = {
         source: [r.scores[source].scalar if source in r.scores else None for r in rollouts]
         for source in sources
     }
     kinds: tuple[ScoreKind, ...] = ("logprobs", "values")
-    drawn = np.concatenate([r.sampled for r in rollouts])
+    sampled_mask = np.concatenate([r.sampled for r in rollouts])
     rewarded = any(any(r.turn_rewards) for r in rollouts)
     episodes = np.array([episode_of(r.id) for r in rollouts], np.int64)
     return TrainBatch(
@@ -454,14 +454,16 @@ def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
         tokens=np.concatenate([r.tokens for r in rollouts], dtype=np.int32),
         logprobs=np.concatenate([r.logprobs for r in rollouts], dtype=np.float32),
         versions=np.concatenate([r.versions for r in rollouts], dtype=np.int32),
-        rewards={s: np.array([v or 0.0 for v in each], np.float32) for s, each in found.items()},
-        applies={s: np.array([v is not None for v in each]) for s, each in found.items()},
+        rewards={
+            s: np.array([v or 0.0 for v in scores], np.float32) for s, scores in columns.items()
+        },
+        applies={s: np.array([v is not None for v in scores]) for s, scores in columns.items()},
         per_token={
             kind: np.concatenate([_per_token(r, kind) for r in rollouts])
             for kind in kinds
             if of_kind(rollouts[0], kind)
         },
-        sampled=None if drawn.all() else drawn,
+        sampled=None if sampled_mask.all() else sampled_mask,
         turn_rewards=np.concatenate([_turn_rewards(r) for r in rollouts]) if rewarded else None,
         episodes=episodes if len(set(episodes.tolist())) < len(episodes) else None,
     )
@@ -478,12 +480,12 @@ def _turn_rewards(rollout: Rollout) -> FloatArray:
 
 def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
     scores = of_kind(rollout, kind)
-    wanted = rollout.sampled_tokens
-    if len(scores) != 1 or len(scores[0].values) != wanted:
-        got = [len(s.values) for s in scores]
+    n_tokens = rollout.sampled_tokens
+    if len(scores) != 1 or len(scores[0].values) != n_tokens:
+        lengths = [len(s.values) for s in scores]
         raise LifecycleError(
-            f"rollout {rollout.id} needs one score of kind '{kind}' with {wanted} numbers, "
-            f"one a sampled token; got {got or 'none'}",
+            f"rollout {rollout.id} needs one score of kind '{kind}' with {n_tokens} numbers, "
+            f"one a sampled token; got {lengths or 'none'}",
             "scores-per-token",
         )
     return scores[0].values
@@ -505,19 +507,23 @@ def reasons_to_reject(
     Raises RewardError if more than the share ``failures_allowed`` have no reward, or none is left.
     """
     scored = {episode_of(r.id) for r in rollouts for s in of_kind(r, "reward") if len(s.values)}
-    bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights, scored)) is not None}
-    if not bad:
+    failures = {r.id: why for r in rollouts if (why := _no_reward(r, weights, scored)) is not None}
+    if not failures:
         return {}
-    whole = {episode_of(id_): why for id_, why in bad.items()}  # for all its samples
-    bad = {r.id: whole[episode_of(r.id)] for r in rollouts if episode_of(r.id) in whole}
-    left = Counter(
-        p for p, _ in {(r.prompt.id, episode_of(r.id)) for r in rollouts if r.id not in bad}
+    by_episode = {episode_of(id_): why for id_, why in failures.items()}  # for all its samples
+    failures = {
+        r.id: by_episode[episode_of(r.id)] for r in rollouts if episode_of(r.id) in by_episode
+    }
+    group_sizes = Counter(
+        p for p, _ in {(r.prompt.id, episode_of(r.id)) for r in rollouts if r.id not in failures}
     )
-    alone = [r for r in rollouts if r.id not in bad and left[r.prompt.id] < group_at_least]
-    allowed = len(bad) <= failures_allowed * len(rollouts)
-    if len(bad) + len(alone) < len(rollouts) and allowed:
-        return {i: reason for i, (reason, _) in bad.items()} | dict.fromkeys(
-            (r.id for r in alone), GROUP_TOO_SMALL
+    small_groups = [
+        r for r in rollouts if r.id not in failures and group_sizes[r.prompt.id] < group_at_least
+    ]
+    allowed = len(failures) <= failures_allowed * len(rollouts)
+    if len(failures) + len(small_groups) < len(rollouts) and allowed:
+        return {i: reason for i, (reason, _) in failures.items()} | dict.fromkeys(
+            (r.id for r in small_groups), GROUP_TOO_SMALL
         )
     problem = remedy = ""
     if not allowed:
@@ -527,15 +533,15 @@ def reasons_to_reject(
             ", or set reward.on_failure = 'drop' to leave such responses out (they are reported). "
             "A resumed run may change it"
         )
-    elif alone:
+    elif small_groups:
         problem = f", and no prompt has the {group_at_least} left that the algorithm compares"
-    failed = {s.source for r in rollouts for s in r.scores.values() if s.failure}
-    at_fault = "the environment or program" if failed == {ENVIRONMENT} else "the reward function"
+    sources = {s.source for r in rollouts for s in r.scores.values() if s.failure}
+    at_fault = "the environment or program" if sources == {ENVIRONMENT} else "the reward function"
     raise RewardError(
-        f"{len(bad)} of {len(rollouts)} responses could not be scored{problem}. The first:\n"
-        f"{next(iter(bad.values()))[1]}\n"
+        f"{len(failures)} of {len(rollouts)} responses could not be scored{problem}. The first:\n"
+        f"{next(iter(failures.values()))[1]}\n"
         f"Mend {at_fault}{remedy}",
-        list(bad),
+        list(failures),
         "responses-without-reward",
     )
 
@@ -570,8 +576,8 @@ def by_episodes(rollouts: Sequence[Rollout], size: int) -> list[list[Rollout]]:
     episodes: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         episodes.setdefault(episode_of(rollout.id), []).append(rollout)
-    each = list(episodes.values())
-    return [[*chain(*each[i : i + size])] for i in range(0, len(each), size)]
+    episode_samples = list(episodes.values())
+    return [[*chain(*episode_samples[i : i + size])] for i in range(0, len(episode_samples), size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ class Rounds(Ledger):
         """
         n, size = self._settings.samples_per_prompt, self.size
         waiting = sum(r.state is RolloutState.WAITING for r in self.buffer.open) if delta else 0
-        most = (self._settings.max_carries + 1) * size
-        waiting = max(0, min(waiting, size + delta, most - size - delta))
+        limit = (self._settings.max_carries + 1) * size
+        waiting = max(0, min(waiting, size + delta, limit - size - delta))
         missing = size + delta + waiting - len(self.buffer)
         with self._tracer.span(DRIVER, f"{DRIVER}/fill", items=max(missing, 0)):
             for _ in range(ceil_div(missing, n)):
@@ -180,8 +180,8 @@ class Rounds(Ledger):
         self.move(rollout, RolloutState.FINISHED)
         self.meter.ended(rollout)
         self._scoring.ended(rollout)
-        for chosen in self.buffer.ended(rollout):
-            self._scoring.chosen(chosen)
+        for chosen_rollout in self.buffer.ended(rollout):
+            self._scoring.chosen(chosen_rollout)
 
     def sort_out(self, batch: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
         """Split a scored batch into rollouts to train on and rejected ones."""
@@ -191,13 +191,13 @@ class Rounds(Ledger):
             group_at_least=self._settings.group_at_least,
             weights=self._settings.reward_weights,
         )
-        kept = [r for r in batch if r.id not in reasons]
+        trainable = [r for r in batch if r.id not in reasons]
         rejected = [r for r in batch if r.id in reasons]
         for rollout in rejected:
             self.move(rollout, RolloutState.REJECTED, reasons[rollout.id])
-        for rollout in kept:
+        for rollout in trainable:
             self.move(rollout, RolloutState.SCORED)
-        return kept, rejected
+        return trainable, rejected
 
     def ask_again(self, generated: Iterable[Sequence[Rollout]]) -> None:
         """Repeat requests for scores and answers that a restart interrupted."""
@@ -209,8 +209,10 @@ class Rounds(Ledger):
                 self.episodes.ask(rollout)
         for rollout in (*self.buffer, *rounds):
             if rollout.finish and not scoring.is_scored(rollout):
-                given = (*self._settings.environment_rewards, ENVIRONMENT)
-                rollout.scores = {k: s for k, s in rollout.scores.items() if k in given}
+                environment_sources = (*self._settings.environment_rewards, ENVIRONMENT)
+                rollout.scores = {
+                    k: s for k, s in rollout.scores.items() if k in environment_sources
+                }
                 scoring.ended(rollout)
         for rollout in (*self.buffer.chosen, *rounds):
             if not scoring.is_scored(rollout):

@@ -112,11 +112,11 @@ class Schedule:
         """Train on the next batch, and publish the weights if due."""
         batch = await self._next_batch()
         with self._tracer.span(DRIVER, f"{DRIVER}/batch", items=len(batch)):
-            kept, rejected = self._rounds.sort_out(batch)
-            columns = train_batch(kept)
+            trainable, rejected = self._rounds.sort_out(batch)
+            columns = train_batch(trainable)
         self._ready.popleft()
         self.updating = True
-        stats, rewards = await self._train(kept, columns)
+        stats, rewards = await self._train(trainable, columns)
         await self._publish()
         if not self._settings.lag or self._steps == self._settings.steps:
             await self.evaluated()
@@ -124,8 +124,8 @@ class Schedule:
         self.updating = False
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
-        stats = {**stats, **metrics, **episode_metrics(kept), **self.fleet.metrics()}
-        return Step(kept, rejected, stats, rewards, self.fleet.losses())
+        stats = {**stats, **metrics, **episode_metrics(trainable), **self.fleet.metrics()}
+        return Step(trainable, rejected, stats, rewards, self.fleet.losses())
 
     async def evaluated(self) -> None:
         """Wait for the evaluation of the newest weights, if due."""
@@ -184,8 +184,8 @@ class Schedule:
         return self._version >= self._rounds.begun - self._settings.lag
 
     def _lacks_weights(self) -> str:
-        wanted = self._rounds.begun - self._settings.lag
-        return f"version {wanted} of the weights ({self._version} is published)"
+        version = self._rounds.begun - self._settings.lag
+        return f"version {version} of the weights ({self._version} is published)"
 
     async def _load(self) -> None:
         async with self._waits.holding(self.weights_lock, "generation", "the checkpoint"):
@@ -223,9 +223,9 @@ class Schedule:
         return self._ready[0]
 
     def _lacks_batch(self) -> str:
-        done = f"{self._steps} of {self._settings.steps} steps are done"
-        begun = f"{self._rounds.begun} of {self._rounds_in_all} rounds begun"
-        return f"a batch with all its scores ({done}, {begun})"
+        steps = f"{self._steps} of {self._settings.steps} steps are done"
+        rounds = f"{self._rounds.begun} of {self._rounds_in_all} rounds begun"
+        return f"a batch with all its scores ({steps}, {rounds})"
 
     async def _train(
         self, batch: Sequence[Rollout], columns: TrainBatch
@@ -280,10 +280,10 @@ class Schedule:
         finally:
             if error is not None:
                 cancelled = isinstance(error, asyncio.CancelledError)
-                because = "cancelled" if cancelled else type(error).__name__
+                cause = "cancelled" if cancelled else type(error).__name__
                 self.abandoned = self.in_flight
                 for rollout in self.abandoned:
-                    self._rounds.move(rollout, RolloutState.REJECTED, f"the run ended: {because}")
+                    self._rounds.move(rollout, RolloutState.REJECTED, f"the run ended: {cause}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data, and arrays that grow later. Must be called between two steps."""
@@ -300,7 +300,10 @@ class Schedule:
             "meter": self._meter.state_dict(),
             "weights": tickets_of(self.pending),
             "fleet": self.fleet.state_dict(),
-            **{name: each.state_dict() for name, each in self._controls.controllers.items()},
+            **{
+                name: controller.state_dict()
+                for name, controller in self._controls.controllers.items()
+            },
         }
 
     def load_state_dict(
@@ -309,8 +312,8 @@ class Schedule:
         """Restore a state before the first step. Pending weights must be in the channel."""
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
-        for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):
-            batches.extend(restored(batch, prompt_by_id) for batch in state[saved])
+        for batches, key in ((self._generated, "generated"), (self._ready, "ready")):
+            batches.extend(restored(batch, prompt_by_id) for batch in state[key])
         waiting = (r for batch in (*self._generated, *self._ready) for r in batch)
         rounds = self._rounds
         rounds.rollouts = {r.id: r for r in (*self._buffer, *waiting)}

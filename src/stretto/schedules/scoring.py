@@ -138,33 +138,33 @@ class ReplicaQueue:
         """Send everything queued to the scorer. GoneError if it is lost."""
         scorer, ask = self.scorer, self.guard.ask
         info, rollouts = scorer.info, self._admitted.values()
-        admitted = [
+        responses = [
             r.episode() if info.whole_episodes else r.response(text=info.reads_text)
             for r in rollouts
         ]
         chunks = self._chunks
-        wanted = self.wanted
-        dropped = self._dropped
+        ids = self.wanted
+        dropped_ids = self._dropped
         self._admitted = {}
         self._chunks = []
         self.wanted = []
         self._tokens = 0
         self._dropped = []
-        if dropped:
-            await ask(scorer.release(dropped), dropped)
-        if admitted:
-            await ask(scorer.admit(admitted), [r.id for r in admitted])
+        if dropped_ids:
+            await ask(scorer.release(dropped_ids), dropped_ids)
+        if responses:
+            await ask(scorer.admit(responses), [r.id for r in responses])
         if chunks:
             await ask(scorer.extend(chunks), [c.rollout_id for c in chunks])
-        if wanted:
-            scores = await ask(scorer.finish(wanted), wanted)
-            if [s.rollout_id for s in scores] != wanted:
+        if ids:
+            scores = await ask(scorer.finish(ids), ids)
+            if [s.rollout_id for s in scores] != ids:
                 raise LifecycleError(
-                    f"scorer '{scorer.info.name}' was asked for rollouts {wanted} and answered for "
+                    f"scorer '{scorer.info.name}' was asked for rollouts {ids} and answered for "
                     f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order",
                     "scores-not-as-asked",
                 )
-            for id_ in wanted:
+            for id_ in ids:
                 del self.unscored[id_], self.asked_for[id_]
             self._deliver(scores)
 
@@ -276,23 +276,23 @@ class _ScorerGroup:
             for queue in queues:
                 await queue.catch_up()
         loads = self._context.load([queue.guard for queue in queues], weights)
-        first, *others = map(ReplicaQueue.resume, queues, loads)
+        first_resume, *other_resumes = map(ReplicaQueue.resume, queues, loads)
         async with asyncio.TaskGroup() as group:
-            for resumed in others:
-                group.create_task(resumed)
-            await first
+            for resume in other_resumes:
+                group.create_task(resume)
+            await first_resume
 
     def leave(self, lost: ReplicaQueue) -> bool:
-        others = [queue for queue in self.queues if queue is not lost]
-        if not others:
+        other_queues = [queue for queue in self.queues if queue is not lost]
+        if not other_queues:
             return False
-        self.queues = others
+        self.queues = other_queues
         for id_, rollout in lost.unscored.items():
             self.admit(rollout)
             if id_ in lost.asked_for:
-                heir = self.queue_of.pop(id_)
-                heir.finish(id_)
-                heir.call()
+                new_queue = self.queue_of.pop(id_)
+                new_queue.finish(id_)
+                new_queue.call()
         return True
 
     def end_round(self, rollouts: Sequence[Rollout]) -> None:
@@ -300,15 +300,15 @@ class _ScorerGroup:
 
     def draw(self) -> list[Rollout]:
         """Return one replica's share of a round, so that replicas free later get work, too."""
-        found = self._rounds[0] if self._rounds else len(self.backlog)
-        share = ceil_div(found, len(self.queues))
+        round_size = self._rounds[0] if self._rounds else len(self.backlog)
+        share = ceil_div(round_size, len(self.queues))
         if self._rounds:
             self._rounds[0] -= share
             if not self._rounds[0]:
                 self._rounds.popleft()
-        drawn = [self.backlog.popleft() for _ in range(share)]
-        self._tokens -= sum(r.total_tokens for r in drawn)
-        return drawn
+        rollouts = [self.backlog.popleft() for _ in range(share)]
+        self._tokens -= sum(r.total_tokens for r in rollouts)
+        return rollouts
 
 
 class Scoring:
@@ -335,11 +335,11 @@ class Scoring:
         by_name: dict[tuple[bool, str], list[ReplicaQueue]] = {}
         for replica, queue in zip(replicas, self.queues, strict=True):
             by_name.setdefault((replica.held_out, queue.scorer.info.name), []).append(queue)
-        found = {key: _ScorerGroup(queues, score_on, context) for key, queues in by_name.items()}
-        self._groups = [group for (held_out, _), group in found.items() if not held_out]
+        groups = {key: _ScorerGroup(queues, score_on, context) for key, queues in by_name.items()}
+        self._groups = [group for (held_out, _), group in groups.items() if not held_out]
         self._evaluating = [  # the groups that score evaluations
-            found.get((True, name), group)
-            for (held_out, name), group in found.items()
+            groups.get((True, name), group)
+            for (held_out, name), group in groups.items()
             if not held_out and group.queues[0].scorer.info.kind == "reward"
         ]
         self._streaming = [group for group in self._groups if group.streams]
@@ -422,15 +422,15 @@ class Scoring:
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until rollouts have all their scores."""
-        left = list(rollouts)
+        unscored = list(rollouts)
 
-        def scored() -> bool:
-            left[:] = [r for r in left if not self.is_scored(r)]
-            return not left
+        def all_delivered() -> bool:
+            unscored[:] = [r for r in unscored if not self.is_scored(r)]
+            return not unscored
 
         what = "the last scores of a round"
         await self._waits.until(
-            scored, self._delivered, "scoring", what, lambda: [r.id for r in left]
+            all_delivered, self._delivered, "scoring", what, lambda: [r.id for r in unscored]
         )
 
     def _ask(self, rollout: Rollout, groups: Sequence[_ScorerGroup]) -> None:

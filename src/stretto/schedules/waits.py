@@ -60,19 +60,19 @@ class Waits:
         self, works: Iterable[Work], part: str, what: Text, rollouts: Ids = tuple
     ) -> None:
         """Run several works concurrently, each as its own part, and wait for all."""
-        left, ended = 0, asyncio.Event()
+        n_running, part_ended = 0, asyncio.Event()
 
-        async def counted(work: Work) -> None:
-            nonlocal left
+        async def run_one(work: Work) -> None:
+            nonlocal n_running
             await work()
-            left -= 1
-            ended.set()
+            n_running -= 1
+            part_ended.set()
 
         async with asyncio.TaskGroup() as group:
             for work in works:
-                left += 1
-                self.begin(partial(counted, work), group)
-            await self.until(lambda: not left, ended, part, what, rollouts)
+                n_running += 1
+                self.begin(partial(run_one, work), group)
+            await self.until(lambda: not n_running, part_ended, part, what, rollouts)
 
     async def until(
         self,
@@ -147,8 +147,8 @@ async def answered(
 def _listed(ids: Sequence[int]) -> str:
     if not ids:
         return "no rollout in particular"
-    shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
-    return f"{len(ids)} rollout(s): {shown}"
+    listing = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+    return f"{len(ids)} rollout(s): {listing}"
 
 
 class Phases:
@@ -191,8 +191,8 @@ class Phases:
 
     def down(self, role: str, since_s: float) -> None:
         """Record that ``role`` was lost from ``since_s`` until now. It serves or is given up."""
-        if shown := self._lost.pop(role, None):
-            shown.__exit__(None, None, None)
+        if span := self._lost.pop(role, None):
+            span.__exit__(None, None, None)
         self._tracer.add(role, "down", since_s, self._clock.now(), cause="down")
 
 
