@@ -67,15 +67,15 @@ class TaskRow:
 
     def demonstration(self, what: str) -> str | tuple[Message, ...]:
         """Return the row's turn or messages for a warm-up. If none, TaskError names ``what``."""
-        shown = self.reference if self.shown is None else self.shown
-        if shown is None:
+        demonstration = self.reference if self.shown is None else self.shown
+        if demonstration is None:
             raise TaskError(
                 f"{what} trains on the task's own answers, and this task has none; set "
                 "warmup_examples = 0, or name their column as answer or demonstration in "
                 "task.columns",
                 "task-without-answers",
             )
-        return shown
+        return demonstration
 
 
 class Task(ABC):

@@ -148,10 +148,10 @@ class Encoder:
     def turn_marks(self) -> frozenset[str]:
         """Control tokens that the chat template writes around a question."""
         try:
-            shown = self.chat([{"role": "user", "content": "?"}], add_generation_prompt=True)
+            turn_text = self.chat([{"role": "user", "content": "?"}], add_generation_prompt=True)
         except Exception:  # no template, or it refuses this (see _turn_marks)
             return frozenset()
-        return frozenset(mark for mark in self._control if mark in shown)
+        return frozenset(mark for mark in self._control if mark in turn_text)
 
     def _escaped(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -174,8 +174,8 @@ class Encoder:
             **self._with_arguments(options),
         )
         ids, places = self.pieces(rendered[0])
-        said = [any(a < end and start < b for start, end in spans[0]) for a, b in places]
-        return ids, said
+        assistant_mask = [any(a < end and start < b for start, end in spans[0]) for a, b in places]
+        return ids, assistant_mask
 
     def ids(self, escaped: str, *, special: bool = False, closed: bool = False) -> list[int]:
         """Return the tokens of an escaped text, or of a part of one.
@@ -210,8 +210,8 @@ class Encoder:
         return text
 
     def control_in(self, escaped: str, start: int = 0) -> tuple[int, int, int] | None:
-        found = self._spelling.search(escaped, start)
-        return (found.start(), found.end(), self._control[found[0]]) if found else None
+        match = self._spelling.search(escaped, start)
+        return (match.start(), match.end(), self._control[match[0]]) if match else None
 
     @cached_property
     def _spellings(self) -> dict[int, str]:
@@ -222,22 +222,22 @@ class Encoder:
         behind = self._behind if special else 0
         if not _is_escaped(escaped):
             options = {"add_special_tokens": special, "return_offsets_mapping": True}
-            encoded = self.tokenizer(escaped, **options)
-            ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+            encoding = self.tokenizer(escaped, **options)
+            ids, spans = list(encoding["input_ids"]), list(encoding["offset_mapping"])
             if self._are_written(ids, escaped, special):
                 end = len(ids) - behind
                 return ids[:end], spans[:end]
-        made = self._twin_encoded(escaped, special)
-        end = len(made.ids) - behind
-        return list(made.ids)[:end], list(made.offsets)[:end]
+        twin_encoding = self._twin_encoded(escaped, special)
+        end = len(twin_encoding.ids) - behind
+        return list(twin_encoding.ids)[:end], list(twin_encoding.offsets)[:end]
 
     def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
         """Whether the ids contain no more control tokens than the template wrote.
 
         They contain more if a text spells one only after normalisation ('＜/s＞').
         """
-        found = sum(map(self.control_ids.__contains__, ids)) - (self._around if special else 0)
-        return found <= 0 or found <= len(self._spelling.findall(escaped))
+        count = sum(map(self.control_ids.__contains__, ids)) - (self._around if special else 0)
+        return count <= 0 or count <= len(self._spelling.findall(escaped))
 
     @cached_property
     def _behind(self) -> int:
@@ -272,14 +272,14 @@ class Encoder:
         tokenizer: Any = self.tokenizer
         ids: list[int] = []
         at = 0
-        for found in [*self._spelling.finditer(escaped), None]:
-            part = self.plain(escaped[at : found.start() if found else len(escaped)])
+        for match in [*self._spelling.finditer(escaped), None]:
+            part = self.plain(escaped[at : match.start() if match else len(escaped)])
             if part:
                 options = {"add_special_tokens": False, "split_special_tokens": True}
                 ids += tokenizer(part, **options)["input_ids"]
-            if found:
-                ids.append(self._control[found[0]])
-                at = found.end()
+            if match:
+                ids.append(self._control[match[0]])
+                at = match.end()
         return list(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
 
 
@@ -343,12 +343,14 @@ def _control_tokens(
     """Return the ids of tokens that a text must not be able to spell, by spelling."""
     added = tokenizer.added_tokens_decoder
     control = {token.content: i for i, token in added.items() if token.special}
-    named: Any = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    control |= dict(named)
-    others = {t.content: i for i, t in added.items() if not t.special and t.content.strip()}
-    chosen = getattr(tokenizer, "chat_control_tokens", None)
-    marks = _turn_marks(tokenizer, others, arguments) if chosen is None else chosen
-    return control | {mark: others[mark] for mark in marks if mark in others}
+    special_ids: Any = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    control |= dict(special_ids)
+    plain_ids = {t.content: i for i, t in added.items() if not t.special and t.content.strip()}
+    declared_marks = getattr(tokenizer, "chat_control_tokens", None)
+    marks = (
+        _turn_marks(tokenizer, plain_ids, arguments) if declared_marks is None else declared_marks
+    )
+    return control | {mark: plain_ids[mark] for mark in marks if mark in plain_ids}
 
 
 def _turn_marks(
@@ -360,8 +362,8 @@ def _turn_marks(
         return ()
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
-        shown = tokenizer.apply_chat_template
-        once, twice = (str(shown(turns * n, tokenize=False, **arguments)) for n in (1, 2))
+        render_chat = tokenizer.apply_chat_template
+        once, twice = (str(render_chat(turns * n, tokenize=False, **arguments)) for n in (1, 2))
     except Exception:  # ignored here, because real turns will show the error
         return ()
     return [token for token in tokens if twice.count(token) > once.count(token)]
@@ -396,12 +398,12 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
-    made = json.loads(backend.to_str())
-    made["truncation"] = made["padding"] = None
-    for token in made["added_tokens"]:
+    state = json.loads(backend.to_str())
+    state["truncation"] = state["padding"] = None
+    for token in state["added_tokens"]:
         if token["content"] in names:
             token |= {"content": names[token["content"]], "normalized": False}
-    model = made["model"]
+    model = state["model"]
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(text, text): i for text, i in vocabulary.items()}
@@ -411,4 +413,4 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [(a, b) for a, b in model["merges"] if not ({a, b, a + b} & names.keys())]
-    return Tokenizer.from_str(json.dumps(made))
+    return Tokenizer.from_str(json.dumps(state))

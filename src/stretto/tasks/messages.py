@@ -203,17 +203,17 @@ def arguments_in(data: Row) -> dict[str, Any]:
 
     Raises TaskError for other content, or for an argument that every conversation already has.
     """
-    own = data.get(ARGUMENTS) or {}
-    if isinstance(own, str):
+    arguments = data.get(ARGUMENTS) or {}
+    if isinstance(arguments, str):
         with suppress(ValueError):
-            own = parse(own)
-    own = _without_nulls(plain(own, finite=False))
-    if not isinstance(own, dict):
+            arguments = parse(arguments)
+    arguments = _without_nulls(plain(arguments, finite=False))
+    if not isinstance(arguments, dict):
         raise TaskError(
             f"column '{ARGUMENTS}': arguments of the chat template are an object, such as "
-            f'{{"enable_thinking": false}}; got {repr(own)[:200]}',
+            f'{{"enable_thinking": false}}; got {repr(arguments)[:200]}',
             "template-arguments-no-object",
         )
-    if why := wrong_arguments(own):
+    if why := wrong_arguments(arguments):
         raise TaskError(f"column '{ARGUMENTS}': {why}", "template-argument-reserved")
-    return own
+    return arguments

@@ -61,8 +61,8 @@ class ChainSum:
         rng = Random(seed + index)
         terms = rng.randint(self.min_terms, self.max_terms)
         digits = rng.randint(self.min_digits, self.max_digits)
-        least, most = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
-        numbers = [rng.randint(least, most) for _ in range(terms)]
+        low, high = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
+        numbers = [rng.randint(low, high) for _ in range(terms)]
         signs = ["+", *(rng.choice("+-") for _ in range(terms - 1))]
         total = sum(int(sign + str(n)) for sign, n in zip(signs, numbers, strict=True))
         chain = " ".join(f"{sign} {n}" for sign, n in zip(signs, numbers, strict=True))
@@ -156,14 +156,14 @@ def _row_seed(seed: int) -> int:
 
 
 def _check_names(config: TaskConfig, kind: Any) -> None:
-    known = {field.name for field in dataclasses.fields(kind)} - {"seed", "size"}
+    settings = {field.name for field in dataclasses.fields(kind)} - {"seed", "size"}
     for key in config.settings:
         if key in ("seed", "size"):
             remedy = "set task.size" if key == "size" else "it comes from the run's seed"
             raise TaskError(f"task.settings must not hold '{key}'; {remedy}", "setting-elsewhere")
-        if key not in known:
+        if key not in settings:
             raise TaskError(
-                f"task.settings: '{config.name}' has no setting '{key}'. {nearest(key, known)}",
+                f"task.settings: '{config.name}' has no setting '{key}'. {nearest(key, settings)}",
                 "unknown-task-setting",
             )
 
@@ -179,11 +179,11 @@ def _problem(config: TaskConfig) -> ChainSum | SpellBackward:
     _check_names(config, kind)
     problem: ChainSum | SpellBackward = kind(**config.settings)
     limits = list(dataclasses.asdict(problem).items())
-    for (low, least), (high, most) in zip(limits[::2], limits[1::2], strict=True):
-        if not (type(least) is type(most) is int and 0 < least <= most):
+    for (low, minimum), (high, maximum) in zip(limits[::2], limits[1::2], strict=True):
+        if not (type(minimum) is type(maximum) is int and 0 < minimum <= maximum):
             raise TaskError(
                 f"task.settings: {low} and {high} of '{config.name}' must be whole numbers above "
-                f"0, the second no less than the first; got {least!r} and {most!r}",
+                f"0, the second no less than the first; got {minimum!r} and {maximum!r}",
                 "task-setting-range",
             )
     return problem

@@ -97,9 +97,9 @@ def _written(
 
 def all_too_long(rows: int, shortest: int, limit: int, *, with_tools: bool = False) -> TaskError:
     """Return the error for a task whose prompts are all longer than ``limit`` tokens."""
-    told = ", with the tools' descriptions," if with_tools else ""
+    tools_note = ", with the tools' descriptions," if with_tools else ""
     return TaskError(
-        f"all {rows} prompts{told} are longer than task.max_prompt_tokens = {limit} "
+        f"all {rows} prompts{tools_note} are longer than task.max_prompt_tokens = {limit} "
         f"(the shortest has {shortest} tokens); raise that limit",
         "prompts-too-long",
     )
@@ -193,10 +193,10 @@ class PromptSource:
         """Return the first ``count`` training prompts, each row once. TaskError if none."""
         stream = copy(self)
         stream._place = 0
-        found = [stream.next()]
-        while len(found) < count and (prompt := stream.next()).id < len(self.task):
-            found.append(prompt)
-        return found
+        prompts = [stream.next()]
+        while len(prompts) < count and (prompt := stream.next()).id < len(self.task):
+            prompts.append(prompt)
+        return prompts
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         return self._rendered(self.row_by_id(prompt_id), self.config, prompt_id)
@@ -211,18 +211,18 @@ class PromptSource:
         Raises TaskError if it cannot be rendered, or if there is none, which ``what`` needs.
         """
         row = self.row_by_id(prompt_id)
-        shown, prompt = row.demonstration(what), self._rendered(row, self.config, prompt_id)
-        if isinstance(shown, str):
-            yield prompt, shown
+        demonstration, prompt = row.demonstration(what), self._rendered(row, self.config, prompt_id)
+        if isinstance(demonstration, str):
+            yield prompt, demonstration
             return
-        begun = prompt.messages or (Message(role="user", content=prompt.text),)
+        opening = prompt.messages or (Message(role="user", content=prompt.text),)
         plain = self.config.model_copy(
             update={"system": "", "instruction": ""}
         )  # already in the prompt
-        for at, turn in enumerate(shown):
+        for at, turn in enumerate(demonstration):
             if turn["role"] == "assistant":
-                asked = replace(row, prompt=(*begun, *shown[:at]), tokens=())
-                yield self._rendered(asked, plain, prompt_id) if at else prompt, turn["content"]
+                turn_row = replace(row, prompt=(*opening, *demonstration[:at]), tokens=())
+                yield self._rendered(turn_row, plain, prompt_id) if at else prompt, turn["content"]
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         return self.task.row(self._index(prompt_id))
@@ -239,12 +239,12 @@ class PromptSource:
         """Yield the ids of the first epoch's prompts, including long ones. TaskError if none."""
         count = len(self.task)
         order = range(count - 1, -1, -1) if backwards else range(count)
-        found = False
+        has_prompts = False
         for prompt_id in order:
             if not self.is_held_out(prompt_id):
-                found = True
+                has_prompts = True
                 yield prompt_id
-        if not found:
+        if not has_prompts:
             raise self._all_held_out()
 
     @property
@@ -287,8 +287,8 @@ def _conversation(
     row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Message, ...] | None:
     """Return the row's prompt as messages, with the settings' own, or ``None`` for plain text."""
-    own, because = row.prompt, ""
-    if not isinstance(own, str):
+    prompt, because = row.prompt, ""
+    if not isinstance(prompt, str):
         because = "the prompt is a list of messages"
     elif config.system:
         because = f"{section}.system is set"
@@ -308,7 +308,7 @@ def _conversation(
             f"{section}.system and with {section}.chat = 'off', or a model that was made for chat",
             "no-chat-template",
         )
-    *before, last = (Message(role="user", content=own),) if isinstance(own, str) else own
+    *before, last = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     has_system = [*before, last][0]["role"] == "system"
     if config.system and has_system:
         raise TaskError(
@@ -328,17 +328,17 @@ def _own_system(row: TaskRow, config: TaskConfig) -> str:
 
 def refuse_templated(rows: Iterable[TaskRow], encoder: Encoder) -> None:
     """Raise TaskError if the prompts of all rows are texts to which a chat template was applied."""
-    marks, spelled = encoder.turn_marks, set[str]()
+    marks, seen_marks = encoder.turn_marks, set[str]()
     for row in rows:
         text = row.prompt if isinstance(row.prompt, str) and not row.tokens else ""
-        found = {mark for mark in marks if mark in text}
-        if not found:
+        matches = {mark for mark in marks if mark in text}
+        if not matches:
             return
-        spelled |= found
-    if spelled:
+        seen_marks |= matches
+    if seen_marks:
         raise TaskError(
             f"all prompts are texts that spell the chat template's own marks of a turn "
-            f"({', '.join(sorted(spelled))}). Marks in texts are read letter by letter, so that "
+            f"({', '.join(sorted(seen_marks))}). Marks in texts are read letter by letter, so that "
             "the policy would see no turns. Give prompts as lists of messages, without applying "
             "the template to them",
             "prompts-templated",

@@ -57,16 +57,16 @@ def continued(
         text: escaped, like ``piece``.
         special: whether ``tokens`` include the tokenizer's special tokens around texts.
     """
-    whole = encoder.ids(text + piece, special=special)
-    if whole[: len(tokens)] == list(tokens):
-        return whole[len(tokens) :]
+    all_ids = encoder.ids(text + piece, special=special)
+    if all_ids[: len(tokens)] == list(tokens):
+        return all_ids[len(tokens) :]
     return encoder.ids(piece)
 
 
 def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
     """Cut a turn after its last end token and before the template's line break, or return []."""
-    ended = [i for i, token in enumerate(ids) if token in ends]
-    return list(ids[: ended[-1] + 1]) if ended else []
+    end_positions = [i for i, token in enumerate(ids) if token in ends]
+    return list(ids[: end_positions[-1] + 1]) if end_positions else []
 
 
 class PromptLayout:
@@ -122,14 +122,14 @@ class PromptLayout:
     def response(self, prompt: Prompt, text: str) -> tuple[int, ...]:
         """Return a response's tokens and end token. TaskError if it changes the rendered prompt."""
         if prompt.messages is None:
-            read, at = self._encoder.escape(prompt.text + text), len(prompt.text)
-            said = self._after(read[:at], prompt.tokens, read[at:], special=True)
-            return (*said, self._end)
+            escaped, at = self._encoder.escape(prompt.text + text), len(prompt.text)
+            response_ids = self._after(escaped[:at], prompt.tokens, escaped[at:], special=True)
+            return (*response_ids, self._end)
         turn = Message(role="assistant", content=text)
         options = _options(prompt)
-        asked = self._template(prompt.messages, add_generation_prompt=True, **options)
-        read = self._grown(asked, [*prompt.messages, turn], options)
-        ids = self._after(asked, prompt.tokens, read, special=False)
+        prompt_text = self._template(prompt.messages, add_generation_prompt=True, **options)
+        escaped = self._grown(prompt_text, [*prompt.messages, turn], options)
+        ids = self._after(prompt_text, prompt.tokens, escaped, special=False)
         return tuple(turn_of(ids, self._ends) or [*ids, self._end])
 
     def example(self, prompt: Prompt, completion: str | tuple[Message, ...]) -> Example:
@@ -137,8 +137,8 @@ class PromptLayout:
         start = len(prompt.tokens)
         if prompt.messages is None or isinstance(completion, str):
             assert isinstance(completion, str)
-            said = self.response(prompt, completion)
-            return _example([*prompt.tokens, *said], [False] * start + [True] * len(said))
+            answer = self.response(prompt, completion)
+            return _example([*prompt.tokens, *answer], [False] * start + [True] * len(answer))
         turns = [*prompt.messages, *completion]
         if not _GENERATION.search(str(self._tokenizer.chat_template)):
             return self._spanned(prompt.messages, turns, _options(prompt))
@@ -165,17 +165,17 @@ class PromptLayout:
         return _example(tokens, [False] + [True] * (len(tokens) - 1))
 
     def _spanned(
-        self, asked: Sequence[Message], turns: Sequence[Message], options: Options
+        self, prompt_turns: Sequence[Message], turns: Sequence[Message], options: Options
     ) -> Example:
         text, tokens = "", list[int]()
         trained = list[bool]()
-        for at in range(len(asked), len(turns)):
+        for at in range(len(prompt_turns), len(turns)):
             if turns[at]["role"] != "assistant":
                 continue
-            for learned in (False, True):
-                piece = self._grown(text, turns[: at + learned], options, answer=not learned)
+            for is_answer in (False, True):
+                piece = self._grown(text, turns[: at + is_answer], options, answer=not is_answer)
                 ids = self._after(text, tokens, piece, special=False)
-                count = len(turn_of(ids, self._ends)) or len(ids) if learned else 0
+                count = len(turn_of(ids, self._ends)) or len(ids) if is_answer else 0
                 text += piece
                 tokens += ids
                 trained += [True] * count + [False] * (len(ids) - count)
@@ -187,9 +187,9 @@ class PromptLayout:
     def _grown(
         self, text: str, turns: Sequence[Message], options: Options, *, answer: bool = False
     ) -> str:
-        whole = self._template(turns, add_generation_prompt=answer, **options)
-        if not whole.startswith(text):
-            at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
+        full_text = self._template(turns, add_generation_prompt=answer, **options)
+        if not full_text.startswith(text):
+            at = next(i for i, c in enumerate(text) if full_text[i : i + 1] != c)
             raise TaskError(
                 "the chat template shows earlier turns differently once more is said (from "
                 f"{self._encoder.plain(text[at : at + 40])!r} on), so that what was read is not "
@@ -197,7 +197,7 @@ class PromptLayout:
                 "use a template with {% generation %} blocks",
                 "template-changes-turns",
             )
-        return whole[len(text) :]
+        return full_text[len(text) :]
 
     def _template(self, turns: Sequence[Message], **options: Any) -> str:
         with template_accepts(turns):
@@ -209,9 +209,9 @@ def _options(prompt: Prompt) -> Options:
 
 
 def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
-    learned = [i for i, t in enumerate(trained) if t]
-    if not learned:
+    trained_positions = [i for i, t in enumerate(trained) if t]
+    if not trained_positions:
         message = "nothing is left to learn: no token is the assistant's"
         raise TaskError(message, "nothing-to-learn")
-    stop = learned[-1] + 1
+    stop = trained_positions[-1] + 1
     return Example(tuple(tokens[:stop]), (False, *trained[1:stop]))

@@ -81,25 +81,25 @@ def attempt(
     Returns the results, and the reason for each item left out. Raises TaskError, with the code of
     the first reason, if items must not be left out, or if none can be used.
     """
-    made, errors = list[U](), list[TaskError]()
+    results, errors = list[U](), list[TaskError]()
     for item in items:
         try:
-            made.append(make(item))
+            results.append(make(item))
         except TaskError as error:
             errors.append(error)
-    if errors and not made:
+    if errors and not results:
         raise TaskError(
             f"none of the {len(errors)} rows of '{config.name}' can be used; correct them, or the "
             f"columns that data names. The first: {errors[0]}",
             errors[0].code,
         )
     if errors and config.on_error == "stop":
-        others = f" ({len(errors)} rows cannot be used)" if len(errors) > 1 else ""
+        count_note = f" ({len(errors)} rows cannot be used)" if len(errors) > 1 else ""
         raise TaskError(
-            f"{errors[0]}{others}. Correct the data, or leave rows out: data.on_error = 'drop'",
+            f"{errors[0]}{count_note}. Correct the data, or leave rows out: data.on_error = 'drop'",
             errors[0].code,
         )
-    return made, list(map(str, errors))
+    return results, list(map(str, errors))
 
 
 def attempt_rows(
@@ -107,11 +107,11 @@ def attempt_rows(
 ) -> tuple[list[U], list[str]]:
     """Apply ``make`` to each row and its index (see :func:`attempt`)."""
 
-    def named(row: tuple[int, Row]) -> U:
+    def make_named(row: tuple[int, Row]) -> U:
         with of_row(f"'{config.name}', row {row[0]}"):
             return make(row[1], row[0])
 
-    return attempt(enumerate(rows), named, config)
+    return attempt(enumerate(rows), make_named, config)
 
 
 def cells_of(row: Row, *columns: str) -> list[Any]:
@@ -163,11 +163,11 @@ def _reader(row: Row, config: DemonstrationsConfig) -> Callable[[Row, int], Demo
             return partial(_answered, pair)
     if len(pairs) > 1 and "text" in row:
         return _text
-    wanted = f"'{columns[0]}' and '{columns[1]}'"
+    columns_text = f"'{columns[0]}' and '{columns[1]}'"
     if messages:
-        wanted = f"'{messages}', or {wanted}"
+        columns_text = f"'{messages}', or {columns_text}"
     raise TaskError(
-        f"'{config.name}' has no column {wanted}, but {_listed(row)}. Name them with "
+        f"'{config.name}' has no column {columns_text}, but {_listed(row)}. Name them with "
         "data.messages_column, or data.prompt_column and data.completion_column",
         "missing-column",
     )
@@ -224,8 +224,8 @@ def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
 
 
 def _check_said(messages: Sequence[Message]) -> None:
-    said = (m for m in messages if m["role"] == "assistant" and not m.get("tool_calls"))
-    if not all(m["content"].strip() for m in said):
+    answers = (m for m in messages if m["role"] == "assistant" and not m.get("tool_calls"))
+    if not all(m["content"].strip() for m in answers):
         raise TaskError("a turn of the assistant is empty", "empty-response")
 
 
@@ -239,25 +239,27 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
     A row is unusable if it lacks a column, or if its sides are equal, empty, or not answers to one
     prompt. Raises TaskError if the data cannot be read, or as :func:`attempt`.
     """
-    rows, asked = read(config), config.prompt_column
+    rows, column = read(config), config.prompt_column
     columns = config.chosen_column, config.rejected_column
     with of_row(f"'{config.name}'"):
         cells_of(rows[0], *columns)  # an error of the dataset, not of a row
-    named = bool(asked) and _has(rows[0], asked)
-    if asked and not named and config.is_set("prompt_column"):
+    has_prompt = bool(column) and _has(rows[0], column)
+    if column and not has_prompt and config.is_set("prompt_column"):
         raise TaskError(
-            f"'{config.name}' has no data.prompt_column = '{asked}', but {_listed(rows[0])}; name "
+            f"'{config.name}' has no data.prompt_column = '{column}', but {_listed(rows[0])}; name "
             "the prompt's column, or set it to '' where both sides begin with the prompt",
             "missing-column",
         )
 
     def make(row: Row, index: int) -> Pair:
-        chosen, rejected, *_ = cells_of(row, *columns, *([asked] if named else []))
-        a, b = _side(chosen, "chosen"), _side(rejected, "rejected")
+        chosen_cell, rejected_cell, *_ = cells_of(row, *columns, *([column] if has_prompt else []))
+        a, b = _side(chosen_cell, "chosen"), _side(rejected_cell, "rejected")
         if a == b:
             raise TaskError("chosen and rejected are equal, which prefers neither", "equal-sides")
-        transcript = not named and isinstance(a, str)
-        sides = _sides(prompt_of(row, asked) if named else None, a, b, row, turns=bool(asked))
+        transcript = not has_prompt and isinstance(a, str)
+        sides = _sides(
+            prompt_of(row, column) if has_prompt else None, a, b, row, turns=bool(column)
+        )
         for name, text in zip(("chosen", "rejected"), sides[1:], strict=True):
             if not text.strip():
                 raise TaskError(f"the {name} response is empty", "empty-response")
@@ -270,11 +272,13 @@ def tokens_of(pair: Pair, layout: PromptLayout) -> PairTokens:
     """Tokenise a pair. Raises TaskError if both sides are the same tokens."""
     with of_row(f"row {pair.index}"):
         prompt = layout.prompt(pair.prompt, data=pair.data, transcript=pair.transcript)
-        chosen, rejected = (layout.response(prompt, r) for r in (pair.chosen, pair.rejected))
-        if chosen == rejected:
+        chosen_ids, rejected_ids = (
+            layout.response(prompt, r) for r in (pair.chosen, pair.rejected)
+        )
+        if chosen_ids == rejected_ids:
             message = "chosen and rejected are the same tokens, which prefers neither"
             raise TaskError(message, "equal-sides")
-    return PairTokens(prompt.tokens, chosen, rejected)
+    return PairTokens(prompt.tokens, chosen_ids, rejected_ids)
 
 
 def _side(value: Any, name: str) -> Turns:
@@ -307,8 +311,8 @@ def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
 
     Raises TaskError without a mark if ``turns``, and a column of the row may be the prompt.
     """
-    same = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
-    common = "".join(character for character, _ in same)
+    common_pairs = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+    common = "".join(character for character, _ in common_pairs)
     if TURN in common:
         return common.rindex(TURN) + len(TURN)
     if turns and any(name in row for name in PROMPTS):
@@ -333,16 +337,16 @@ def _common_messages(
     prompt: Turns | None, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> tuple[Turns, str, str]:
     """Return prompt and responses. Sides of several messages are complete conversations."""
-    shared = len(list(takewhile(lambda m: m[0] == m[1], zip(chosen, rejected, strict=False))))
-    a, b = chosen[shared:], rejected[shared:]
+    shared_count = len(list(takewhile(lambda m: m[0] == m[1], zip(chosen, rejected, strict=False))))
+    a, b = chosen[shared_count:], rejected[shared_count:]
     if any(len(r) != 1 or r[0]["role"] != "assistant" for r in (a, b)):
         raise TaskError(
             "the two sides differ in one turn of the assistant, the last; after "
-            f"{shared} messages in common these have {_roles(a)} and {_roles(b)}",
+            f"{shared_count} messages in common these have {_roles(a)} and {_roles(b)}",
             "sides-differ-in-turns",
         )
-    asked = chosen[:shared] or prompt
-    if asked is None:
+    common_prompt = chosen[:shared_count] or prompt
+    if common_prompt is None:
         message = "the sides hold responses only; name the prompt's column with data.prompt_column"
         raise TaskError(message, "no-shared-prompt")
-    return asked, a[0]["content"], b[0]["content"]
+    return common_prompt, a[0]["content"], b[0]["content"]

@@ -50,8 +50,8 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     local = is_local(config.name)
     rows = _read_local(config, f"{section}.split") if local else _read_hub(config)
     if not len(rows):
-        shown = shown_name(config.name)
-        raise TaskError(f"{shown} holds no rows; it needs at least one", "no-rows")
+        name = shown_name(config.name)
+        raise TaskError(f"{name} holds no rows; it needs at least one", "no-rows")
     if config.size > len(rows):
         raise TaskError(
             f"{section}.size = {config.size}, but {shown_name(config.name)} holds {len(rows)} "
@@ -80,8 +80,8 @@ def format_of(name: str | Path) -> str:
 def is_local(name: str) -> bool:
     """Whether a dataset's name is a file or folder, existing or not, instead of a hub dataset."""
     path = Path(name).expanduser()
-    named = bool(format_of(path)) or name.startswith(("/", "./", "../", "~"))
-    return named or path.exists()
+    looks_local = bool(format_of(path)) or name.startswith(("/", "./", "../", "~"))
+    return looks_local or path.exists()
 
 
 class _ArrowRows(Sequence[Row]):
@@ -117,9 +117,9 @@ class _ArrowRows(Sequence[Row]):
 
 def _read_local(config: TaskConfig | RowsConfig, setting: str) -> Any:
     path, split = Path(config.name).expanduser(), config.split
-    saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
-    if path.is_dir() and saved != ["state.json"]:
-        if not saved:
+    marker_files = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
+    if path.is_dir() and marker_files != ["state.json"]:
+        if not marker_files:
             return _read_folder(path, split)
         splits = _read_saved(path)
         if split not in splits:
@@ -131,7 +131,7 @@ def _read_local(config: TaskConfig | RowsConfig, setting: str) -> Any:
             f"leave {setting} out, or name the split's own file",
             "setting-without-effect",
         )
-    return _read_saved(path) if saved else _read_file(path)
+    return _read_saved(path) if marker_files else _read_file(path)
 
 
 def _read_saved(path: Path) -> Any:
@@ -154,11 +154,11 @@ def _read_folder(path: Path, split: str) -> Any:
     if not files:
         raise TaskError(f"the folder '{path}' has no file that ends in {FORMATS}", "no-data-files")
     splits = {file: _NUMBER.sub("", file.name.partition(".")[0]) for file in files}
-    chosen = [file for file in files if splits[file] == split]
-    named = any(re.split(r"[\W_]", own)[0] in SPLITS for own in splits.values())
-    if not chosen and (named or split != "train"):
+    split_files = [file for file in files if splits[file] == split]
+    has_splits = any(re.split(r"[\W_]", stem)[0] in SPLITS for stem in splits.values())
+    if not split_files and (has_splits or split != "train"):
         raise no_split(str(path), split, set(splits.values()))
-    parts = list(map(_read_file, chosen or files))
+    parts = list(map(_read_file, split_files or files))
     if all(isinstance(part, _ArrowRows) for part in parts):
         return _ArrowRows.of(parts, path)
     return [row for part in parts for row in part]
@@ -212,8 +212,8 @@ def _read_csv(path: Path) -> list[Row]:
     lines = csv.reader(io.StringIO(_text_of(path), newline=""), strict=True)
     try:
         names = next(lines, [])
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            message = f"'{path}' has several columns of one name: {', '.join(twice)}"
+        if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+            message = f"'{path}' has several columns of one name: {', '.join(duplicates)}"
             raise TaskError(message, "columns-alike")
         none = [None] * len(names)
         cells = (row if len(row) == len(names) else none for row in lines if row)
@@ -231,9 +231,9 @@ def _read_json(path: Path) -> list[Row]:
         rows = [_decode(line, f"{shown_name(path)}, line {n}") for n, line in lines if line.strip()]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            shown = json.dumps(row)[:80]
+            row_text = json.dumps(row)[:80]
             message = (
-                f"{shown_name(path)}: row {number} must be an object with columns; got {shown}"
+                f"{shown_name(path)}: row {number} must be an object with columns; got {row_text}"
             )
             raise TaskError(message, "row-not-object")
     return list(rows)
@@ -340,24 +340,24 @@ class TableTask(Task):
             yield row
 
     def _check_columns(self, row: Row) -> None:
-        read = (self._prompt_column, self._answer_column, self._shown_column)
-        for column in filter(None, (*read, *self._renamed.values())):
+        main_columns = (self._prompt_column, self._answer_column, self._shown_column)
+        for column in filter(None, (*main_columns, *self._renamed.values())):
             try:
                 cell_of(row, column)
             except KeyError:
                 raise self._no_column(column, row) from None
 
     def _no_column(self, column: str, row: Row) -> TaskError:
-        every = ", ".join(sorted(row))
+        column_list = ", ".join(sorted(row))
         if column != self._prompt_column or column != "prompt":
-            message = f"no column '{column}'. {nearest(column, row)} Its columns: {every}"
+            message = f"no column '{column}'. {nearest(column, row)} Its columns: {column_list}"
             return TaskError(message, "missing-column")
         name = next(filter(row.__contains__, PROMPTS), next(iter(row), "COLUMN"))
         remedy = f"name the column of prompts by `task.columns = prompt={name}`"
         if _FINAL.search(str(row.get("answer"))):
             remedy += ", or set `task.kind = gsm8k`, as answers have '####'"
         return TaskError(
-            f"no column 'prompt' among its columns ({every}); {remedy}", "missing-column"
+            f"no column 'prompt' among its columns ({column_list}); {remedy}", "missing-column"
         )
 
     def __len__(self) -> int:
@@ -370,13 +370,17 @@ class TableTask(Task):
     def row(self, index: int) -> TaskRow:
         """Return the row at an index of the data, with the renamed columns of ``columns``, too."""
         row = self._rows[index]
-        answers = self._answer_column
-        demonstration = self._shown_column
-        reference = str(plain(cell_of(row, answers))) if answers else None
-        shown = as_demonstration(cell_of(row, demonstration)) if demonstration else None
-        renamed = {name: cell_of(row, column) for name, column in self._renamed.items() if column}
-        data = plain({**row, **renamed}, finite=False)
-        return TaskRow(prompt_of(row, self._prompt_column), data, reference, index, shown=shown)
+        answer_column = self._answer_column
+        demonstration_column = self._shown_column
+        reference = str(plain(cell_of(row, answer_column))) if answer_column else None
+        demonstration = (
+            as_demonstration(cell_of(row, demonstration_column)) if demonstration_column else None
+        )
+        aliases = {name: cell_of(row, column) for name, column in self._renamed.items() if column}
+        data = plain({**row, **aliases}, finite=False)
+        return TaskRow(
+            prompt_of(row, self._prompt_column), data, reference, index, shown=demonstration
+        )
 
     @property
     def identity(self) -> Mapping[str, str]:
