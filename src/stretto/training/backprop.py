@@ -89,7 +89,7 @@ class LocalBackprop:
     def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
         if self._actor.device.type == "cpu":
             return side_by_side(passes)
-        return [each() for each in passes]
+        return [run_pass() for run_pass in passes]
 
     def finish(self) -> Stats:
         return {}  # passes run on the models themselves

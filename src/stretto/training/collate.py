@@ -31,8 +31,8 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
     turns = None
     if batch.turn_rewards is not None and ENVIRONMENT in batch.rewards:
-        given = torch.from_numpy(batch.applies[ENVIRONMENT])[:, None] * weights[ENVIRONMENT]
-        turns = padded(batch.turn_rewards) * given.float()
+        turn_weights = torch.from_numpy(batch.applies[ENVIRONMENT])[:, None] * weights[ENVIRONMENT]
+        turns = padded(batch.turn_rewards) * turn_weights.float()
     return Scored(
         mask=padded(np.ones(len(batch.tokens), np.bool_)),
         logprobs=padded(batch.logprobs),
@@ -75,7 +75,7 @@ def describe(batch: TrainBatch) -> dict[str, float]:
         sums = np.bincount(place, list(of_rows))[place[np.sort(first)]]
         return [float(x) for x in sums]
 
-    lengths = summed(int(drawn.sum()) for drawn in batch.split(sampled_of(batch)))
+    lengths = summed(int(mask.sum()) for mask in batch.split(sampled_of(batch)))
     stats = {
         "response/length_mean": fmean(lengths),
         "response/length_max": max(lengths),

@@ -95,7 +95,7 @@ class PolicyLearner:
         t, responses = self.config.training, batch.responses()
         age, versions = staleness(batch, self._version), batch.split_sampled(batch.versions)
         # Marks the responses [B] sampled entirely by the weights of the last sync.
-        fresh = torch.tensor([bool((each == self._version).all()) for each in versions])
+        fresh = torch.tensor([bool((row == self._version).all()) for row in versions])
         experience = self.experience_of(batch)
         metrics, norms = Metrics(), dict.fromkeys(self.trained, 0.0)
         lr = {_LR[name]: model.lr for name, model in self.trained.items()}
@@ -258,8 +258,8 @@ class PolicyLearner:
             units = [(row,) for row in rows]
         tokens = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]
         batches = []
-        for chosen in self.backprop.divide(tokens):
-            rows = [row for i in chosen for row in units[i]]
+        for indices in self.backprop.divide(tokens):
+            rows = [row for i in indices for row in units[i]]
             part = inputs.pick([place[row] for row in rows])
             batches.append(MicroBatch.of([responses[row] for row in rows], part))
         return batches

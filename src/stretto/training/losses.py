@@ -53,8 +53,8 @@ class MicroBatch:
         """Build a micro-batch on the CPU."""
         rows = forward.inputs(responses)
         tokens = forward.pad_right(rows, CPU)
-        own = [forward.predicting_response(r) for r in responses]
-        places = forward.flat_places(own, tokens.shape[1])
+        row_places = [forward.predicting_response(r) for r in responses]
+        places = forward.flat_places(row_places, tokens.shape[1])
         targets = forward.response_tokens(responses, CPU)
         return cls(tokens, places, targets, of_losses.located(), tuple(map(len, rows)))
 
@@ -68,17 +68,19 @@ class MicroBatch:
         """Return the same micro-batch on another device, by one copy."""
         if device == self.tokens.device:
             return self
-        found: list[Tensor] = []
+        input_tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
-            found.append(tensor)
+            input_tensors.append(tensor)
             return tensor
 
         self.inputs.each(noted)
-        own = (self.tokens, self.places, self.targets)
-        tokens, places, targets, *others = copied_at_once((*own, *found), device)
-        moved = iter(others)
-        inputs = self.inputs.each(lambda _: next(moved))
+        index_tensors = (self.tokens, self.places, self.targets)
+        tokens, places, targets, *input_copies = copied_at_once(
+            (*index_tensors, *input_tensors), device
+        )
+        copies = iter(input_copies)
+        inputs = self.inputs.each(lambda _: next(copies))
         return replace(self, tokens=tokens, places=places, targets=targets, inputs=inputs)
 
     def states(self, hidden: Tensor) -> Tensor:

@@ -36,17 +36,17 @@ def make_optimizer(
     """Return the optimizer of float32 parameters. MissingExtraError without bitsandbytes."""
     groups = [{"params": [*parameters]}]  # only a group accepts an empty list of parameters
     # The trainer applies weight decay, because norms and biases are exempt from it.
-    given: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": 0.0}
+    settings: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": 0.0}
     if config.optim == "adamw_torch_fused":
-        return torch.optim.AdamW(groups, **given, fused=True)
+        return torch.optim.AdamW(groups, **settings, fused=True)
     require("bitsandbytes", "bitsandbytes", f"training.optim = '{config.optim}'")
     import bitsandbytes
 
     name = _CLASSES[config.optim]
     if any(p.device.type == "cpu" for p in parameters):
         name = name.removeprefix("Paged")  # all memory is the host's anyway
-    made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(groups, **given)
-    return made
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(groups, **settings)
+    return optimizer
 
 
 def decaying_names(model: nn.Module) -> frozenset[str]:
@@ -57,15 +57,15 @@ def decaying_names(model: nn.Module) -> frozenset[str]:
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's state in the form of torch's AdamW. Tensors may share memory."""
-    found: dict[str, Any] = optimizer.state_dict()
+    state_dict: dict[str, Any] = optimizer.state_dict()
     if isinstance(optimizer, torch.optim.AdamW):
-        return found
+        return state_dict
     state = {}
     for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
-        if own := optimizer.state.get(parameter):
-            moments = {name: _unpacked(own, end) for name, end in MOMENTS.items()}
-            state[i] = {"step": float(own["step"]), **moments}
-    return {"state": state, "param_groups": found["param_groups"]}
+        if entry := optimizer.state.get(parameter):
+            moments = {name: _unpacked(entry, end) for name, end in MOMENTS.items()}
+            state[i] = {"step": float(entry["step"]), **moments}
+    return {"state": state, "param_groups": state_dict["param_groups"]}
 
 
 @torch.no_grad()
@@ -75,35 +75,35 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
         optimizer.param_groups[0]["weight_decay"] = 0.0  # older checkpoints have the setting here
         return
-    (group,), (given,) = optimizer.param_groups, state["param_groups"]
-    kept = {"params", "weight_decay"}
-    group.update({k: v for k, v in given.items() if k in group and k not in kept})
+    (group,), (saved_group,) = optimizer.param_groups, state["param_groups"]
+    exempt = {"params", "weight_decay"}
+    group.update({k: v for k, v in saved_group.items() if k in group and k not in exempt})
     for i, moments in state["state"].items():
         parameter = group["params"][i]
         optimizer.init_state(group, parameter, 0, i)
-        own = optimizer.state[parameter]
-        own["step"] = int(moments["step"])
+        entry = optimizer.state[parameter]
+        entry["step"] = int(moments["step"])
         for name, end in MOMENTS.items():
-            _pack(own, end, moments[name])
+            _pack(entry, end, moments[name])
 
 
-def _unpacked(own: Any, end: str) -> torch.Tensor:
-    held: torch.Tensor = own[f"state{end}"]
-    if held.dtype == torch.float32:
-        return held
+def _unpacked(entry: Any, end: str) -> torch.Tensor:
+    buffer: torch.Tensor = entry[f"state{end}"]
+    if buffer.dtype == torch.float32:
+        return buffer
     from bitsandbytes.functional import dequantize_blockwise
 
-    scales, code = own[f"absmax{end}"], own[f"qmap{end}"]
-    made: torch.Tensor = dequantize_blockwise(held, absmax=scales, code=code, blocksize=_BLOCK)
-    return made
+    scales, code = entry[f"absmax{end}"], entry[f"qmap{end}"]
+    moments: torch.Tensor = dequantize_blockwise(buffer, absmax=scales, code=code, blocksize=_BLOCK)
+    return moments
 
 
-def _pack(own: Any, end: str, moments: torch.Tensor) -> None:
-    held: torch.Tensor = own[f"state{end}"]
-    moments = moments.to(held.device)
-    if held.dtype != torch.float32:
+def _pack(entry: Any, end: str, moments: torch.Tensor) -> None:
+    buffer: torch.Tensor = entry[f"state{end}"]
+    moments = moments.to(buffer.device)
+    if buffer.dtype != torch.float32:
         from bitsandbytes.functional import quantize_blockwise
 
-        moments, scales = quantize_blockwise(moments, code=own[f"qmap{end}"], blocksize=_BLOCK)
-        own[f"absmax{end}"].copy_(scales.absmax)
-    held.copy_(moments)
+        moments, scales = quantize_blockwise(moments, code=entry[f"qmap{end}"], blocksize=_BLOCK)
+        entry[f"absmax{end}"].copy_(scales.absmax)
+    buffer.copy_(moments)

@@ -107,7 +107,7 @@ class StagedModel(Trained):
             return
         new: dict[str, Tensor] = {}
         for names, weights in self._of_stages("weights"):
-            new |= {names[own]: weight for own, weight in weights.items()}
+            new |= {names[local_name]: weight for local_name, weight in weights.items()}
         with self._gate.passing():  # shutdown must find the weights of a single step
             torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
         self._behind = False
@@ -123,8 +123,8 @@ class StagedModel(Trained):
         self.fetch()
 
     def _of_stages(self, method: str) -> list[tuple[Names, Mapping[str, Any]]]:
-        said = self._ranks.call(method, self._name)
-        return [(n, s) for n, s in zip(self._names, said, strict=True) if s is not None]
+        replies = self._ranks.call(method, self._name)
+        return [(n, s) for n, s in zip(self._names, replies, strict=True) if s is not None]
 
 
 class PipelinedBackprop:
@@ -153,8 +153,8 @@ class PipelinedBackprop:
         self._seconds: list[tuple[float, float, float]] = []
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        wanted = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
-        return divided(tokens, wanted, self._config.multiple)
+        count = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
+        return divided(tokens, count, self._config.multiple)
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
@@ -162,18 +162,18 @@ class PipelinedBackprop:
         missing = -len(batches) % self._config.multiple
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
         plan = self._planner.plan(len(batches))
-        said: list[tuple[Timings, Mapping[Name, Metrics]]] = self.ranks.call(
+        reports: list[tuple[Timings, Mapping[Name, Metrics]]] = self.ranks.call(
             "run", plan.schedule, plan.problem, batches, kl_coef, trains_actor
         )
-        timings = [times for times, _ in said]
+        timings = [times for times, _ in reports]
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
         self._runs += 1
         self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
         if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
-            kept = self.ranks.call("saved_bytes", batches[0])
-            self._planner.measure(profile(self._layout, timings, kept))
+            saved_bytes = self.ranks.call("saved_bytes", batches[0])
+            self._planner.measure(profile(self._layout, timings, saved_bytes))
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
-        return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
+        return {name: sum((metrics[name] for _, metrics in reports), Metrics()) for name in names}
 
     def finish(self) -> Stats:
         """Copy the new weights to the full models and return metrics. ``pipeline/step_s`` has the
@@ -262,21 +262,21 @@ _SENDABLE = (
 
 def _check_importable(name: Name, model: nn.Module) -> None:
     for path, module in model.named_modules():
-        own = type(module)
-        if own.__module__ == "__main__":
+        module_class = type(module)
+        if module_class.__module__ == "__main__":
             raise ModelError(
-                f"'{path}' of the {name} is of the class '{own.__qualname__}', which is defined in "
-                f"the script that runs; the ranks cannot import it. {_SENDABLE}",
+                f"'{path}' of the {name} is of the class '{module_class.__qualname__}', which is "
+                f"defined in the script that runs; the ranks cannot import it. {_SENDABLE}",
                 "class-in-script",
             )
 
 
 def _check_devices(device: torch.device, ranks: int) -> None:
-    most = backend_of(device).most_ranks()
-    if most is not None and most < ranks:
+    max_ranks = backend_of(device).most_ranks()
+    if max_ranks is not None and max_ranks < ranks:
         raise ConfigError(
-            f"pipeline.ranks = {ranks} needs as many GPUs, and there are {most}; lower it, or set "
-            "model.device = 'cpu'",
+            f"pipeline.ranks = {ranks} needs as many GPUs, and there are {max_ranks}; lower it, or "
+            "set model.device = 'cpu'",
             "too-few-gpus",
         )
 
@@ -305,8 +305,8 @@ class Planner:
         self._seed = seed % SEEDS
         self.measured = False
         self._plans: dict[int, PipelinePlan] = {}
-        each = {model: parameters[model] / config.stages(model) for model in NAMES}
-        actor, critic = (self._guess(model, each[model] / max(each.values())) for model in NAMES)
+        sizes = {model: parameters[model] / config.stages(model) for model in NAMES}
+        actor, critic = (self._guess(model, sizes[model] / max(sizes.values())) for model in NAMES)
         self._problem = Problem(actor, critic)
 
     def _guess(self, model: Name, size: float) -> ModelPipelines:

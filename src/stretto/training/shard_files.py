@@ -61,23 +61,23 @@ def packed(
     published: Mapping[tuple[str, int], Pieces] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return a learner's state and weights in the form that :func:`write` takes. Shares memory."""
-    models, found = {}, dict[str, Tensor | TensorShard]()
-    for model, own in state["models"].items():
-        moments, names = own["optimizer"]["state"], [*own["masters"]]
-        found |= {f"{model}/{_MASTERS}/{name}": own["masters"][name] for name in names}
+    models, tensors = {}, dict[str, Tensor | TensorShard]()
+    for model, model_state in state["models"].items():
+        moments, names = model_state["optimizer"]["state"], [*model_state["masters"]]
+        tensors |= {f"{model}/{_MASTERS}/{name}": model_state["masters"][name] for name in names}
         for key in _MOMENTS:
-            found |= {f"{model}/{key}/{names[i]}": held[key] for i, held in moments.items()}
+            tensors |= {f"{model}/{key}/{names[i]}": entry[key] for i, entry in moments.items()}
         models[model] = {
             "names": names,
-            "steps": {names[i]: float(held[STEP]) for i, held in moments.items()},
-            "groups": own["optimizer"]["param_groups"],
-            "schedule": own["schedule"],
+            "steps": {names[i]: float(entry[STEP]) for i, entry in moments.items()},
+            "groups": model_state["optimizer"]["param_groups"],
+            "schedule": model_state["schedule"],
         }
-    for (model, version), held in published.items():
-        found |= {f"{model}/{PUBLISHED}/{version}/{name}": piece for name, piece in held.items()}
+    for (model, version), entry in published.items():
+        tensors |= {f"{model}/{PUBLISHED}/{version}/{name}": piece for name, piece in entry.items()}
     shards = {
         name: TensorShard(p, tuple(p.shape), full_bounds(p.shape)) if isinstance(p, Tensor) else p
-        for name, p in found.items()
+        for name, p in tensors.items()
     }
     pieces = {name: p for name, p in shards.items() if p.tensor.numel()}
     about = {
@@ -96,10 +96,10 @@ def write(file: Path, state: Mapping[str, Any]) -> FileSum:
     try:
         save_file(tensors, file, {_ABOUT: state["about"]})
     except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        if found is None:
+        match = _OS_ERROR.search(str(error))
+        if match is None:
             raise OSError(str(error)) from error
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
     files.sync(file)  # only this machine can, if the folder is on another one
     return files.sum_of(file)
 
@@ -121,14 +121,14 @@ class Stored:
     def read(self, box: Bounds | None = None) -> Tensor:
         """Read the part in ``box``, and no more, or by default the full tensor."""
         box = full_bounds(self.shape) if box is None else box
-        made = torch.empty(shape(box))
+        tensor = torch.empty(shape(box))
         for file, has in self._parts:
             common = overlap(box, has)
             if common is not None:
                 part = file.get_slice(self._name)[within(common, has)]
-                made = made.to(part.dtype)  # dtype of the first part; nothing is written yet
-                made[within(common, box)] = part
-        return made
+                tensor = tensor.to(part.dtype)  # dtype of the first part; nothing is written yet
+                tensor[within(common, box)] = part
+        return tensor
 
 
 def in_memory(state: Any) -> Any:
@@ -151,30 +151,33 @@ def read(path: Path) -> dict[str, Any]:
     ranks = 1
     published: list[tuple[str, int]] = []
     for file in sorted(path.glob("*.safetensors")):
-        stored, about = _opened(file)
-        for name, (whole, box) in about["pieces"].items():
-            found = tensors.setdefault(name, Stored(name, tuple(whole)))
-            found.add(stored, tuple((start, end) for start, end in box))
+        handle, about = _opened(file)
+        for name, (full_shape, box) in about["pieces"].items():
+            tensor = tensors.setdefault(name, Stored(name, tuple(full_shape)))
+            tensor.add(handle, tuple((start, end) for start, end in box))
         states[about["rank"]], ranks = about["state"], about["ranks"]
         published = [(model, version) for model, version in about[PUBLISHED]]
     for rank in range(ranks):
         if rank not in states:
             missing = path / file_name(rank, ranks)
             raise StateError(f"'{missing}' is missing; {_REMEDY}", "missing-file")
-    for name, found in tensors.items():
-        if found.held != math.prod(found.shape):
+    for name, tensor in tensors.items():
+        if tensor.held != math.prod(tensor.shape):
             raise StateError(
-                f"the files in '{path}' have {found.held} elements of '{name}', which is "
-                f"{found.shape}; {_REMEDY}",
+                f"the files in '{path}' have {tensor.held} elements of '{name}', which is "
+                f"{tensor.shape}; {_REMEDY}",
                 "missing-pieces",
             )
     state = states[0]
-    models = {model: _unpacked(model, own, tensors) for model, own in state["models"].items()}
-    kept = {
+    models = {
+        model: _unpacked(model, model_state, tensors)
+        for model, model_state in state["models"].items()
+    }
+    published_weights = {
         (m, v): {name: tensors[f"{m}/{PUBLISHED}/{v}/{name}"] for name in models[m]["masters"]}
         for m, v in published
     }
-    return {**state, "models": models, PUBLISHED: kept}
+    return {**state, "models": models, PUBLISHED: published_weights}
 
 
 _REMEDY = "remove its checkpoint to go on from the one before, or start the run anew"
@@ -182,8 +185,8 @@ _REMEDY = "remove its checkpoint to go on from the one before, or start the run 
 
 def _opened(file: Path) -> tuple[Any, Any]:
     try:
-        stored: Any = safe_open(file, "pt")
-        return stored, json.loads((stored.metadata() or {})[_ABOUT])
+        handle: Any = safe_open(file, "pt")
+        return handle, json.loads((handle.metadata() or {})[_ABOUT])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}", "damaged-file") from error
 

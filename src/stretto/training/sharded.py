@@ -133,13 +133,13 @@ class ShardedModel(TrainedModel):
         before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
         # For example adapters, which compute in float32 in a model that does not.
         weights = [p for p in module.parameters() if id(p) not in before]
-        others = {p for p in weights if final_dtype(p) != self._dtype}
-        for parameter in others:  # FSDP does not move these
+        unsharded = {p for p in weights if final_dtype(p) != self._dtype}
+        for parameter in unsharded:  # FSDP does not move these
             parameter.data = final(parameter).to(self.grid.mesh.device_type)
         wide = torch.promote_types(self._dtype, torch.float32)
         narrow = self._dtype if self._dtype != wide else None
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
-        fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=others)
+        fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=unsharded)
 
         def converted(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor) or id(tensor) in before:
@@ -194,15 +194,15 @@ class ShardedModel(TrainedModel):
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
         tokens = [r.total_tokens for r in responses]
-        wanted = len(by_token_budget(tokens, token_budget(budget, self.device)))
-        groups = divided(tokens, wanted, self.grid.layout.fsdp)
+        count = len(by_token_budget(tokens, token_budget(budget, self.device)))
+        groups = divided(tokens, count, self.grid.layout.fsdp)
         logprobs = torch.zeros(mask.shape)
         for rows in self.grid.share(groups):
             read = [responses[row] for row in rows or groups[0]]  # any rows if this rank has none
             flat = self.compute(partial(self._token_logprobs, read, temperature)).float().cpu()
             if rows:
-                here = mask[rows]
-                logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
+                row_mask = mask[rows]
+                logprobs[rows] = torch.zeros(row_mask.shape).masked_scatter(row_mask, flat)
         logprobs = logprobs.to(self.device)
         dist.all_reduce(logprobs, group=self.grid.rows)  # all but one rank have zeros
         return logprobs.cpu()
@@ -230,16 +230,16 @@ class ShardedModel(TrainedModel):
         copies = {name: master for name, master in pairs if self.wholes[name].dim is None}
         # The sum of a tensor's bits, as integers, distinguishes it from almost all others.
         bits = torch.int64 if self._masters[0].dtype == torch.float64 else torch.int32
-        sums = torch.stack([own.view(bits).sum(dtype=torch.int64) for own in copies.values()])
+        sums = torch.stack([weight.view(bits).sum(dtype=torch.int64) for weight in copies.values()])
         ends = torch.stack([sums, -sums])
         dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=slices.group)
         gaps = dict[str, float]()
-        for (name, own), least, less in zip(copies.items(), *ends.tolist(), strict=True):
+        for (name, weight), least, less in zip(copies.items(), *ends.tolist(), strict=True):
             if least != -less:
-                first = own.clone()
+                first = weight.clone()
                 dist.broadcast(first, group=slices.group, group_src=0)
-                gaps[name] = float((first - own).abs().max()) if own.numel() else 0.0
-                own.copy_(first)
+                gaps[name] = float((first - weight).abs().max()) if weight.numel() else 0.0
+                weight.copy_(first)
         self._copy_back()
         if any(gaps.values()):
             name = max(gaps, key=gaps.__getitem__)
@@ -275,12 +275,12 @@ class ShardedModel(TrainedModel):
             if self.grid.slices and name in self._partial and master.grad is not None:
                 self.grid.slices.sum_(master.grad)
         pairs = zip(self._weights, self._masters, strict=True)
-        others = [master for weight, master in pairs if not isinstance(weight, DTensor)]
-        if not others:
+        undivided = [master for weight, master in pairs if not isinstance(weight, DTensor)]
+        if not undivided:
             return
-        reached = torch.tensor([m.grad is not None for m in others], device=self.device).float()
+        reached = torch.tensor([m.grad is not None for m in undivided], device=self.device).float()
         dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self.grid.rows)
-        for master, somewhere in zip(others, reached.tolist(), strict=True):
+        for master, somewhere in zip(undivided, reached.tolist(), strict=True):
             if somewhere:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
@@ -296,7 +296,7 @@ class ShardedModel(TrainedModel):
     @property
     def trained_wholes(self) -> dict[str, FullParameter]:
         trained = set(self._names)
-        return {name: whole for name, whole in self.wholes.items() if name in trained}
+        return {name: parameter for name, parameter in self.wholes.items() if name in trained}
 
     def shard(self, name: str) -> Tensor:
         """Return this rank's part of a parameter. It shares memory."""
@@ -311,10 +311,10 @@ class ShardedModel(TrainedModel):
         """Return this rank's parts of the trained weights, in the model's types unless lent. Omits
         parts that an earlier rank also holds. The ranks' parts together are the full weights.
         """
-        own = (name for name in self._names if name in self._own)
+        names = (name for name in self._names if name in self._own)
         if self._lends:
-            return {name: self.shard(name) for name in own}
-        return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in own}
+            return {name: self.shard(name) for name in names}
+        return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in names}
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         nothing = torch.empty(0)
@@ -322,11 +322,11 @@ class ShardedModel(TrainedModel):
 
     def _gathered(self, names: Iterable[str], part: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return full tensors by name, in the model's types, on the first rank's CPU."""
-        found = {}
+        tensors = {}
         for name in names:
-            whole = self.wholes[name]
-            found[name] = self.grid.on_first(whole, part(name).to(whole.dtype))
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+            parameter = self.wholes[name]
+            tensors[name] = self.grid.on_first(parameter, part(name).to(parameter.dtype))
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
         return {name: self._for_files(name, tensor) for name, tensor in tensors.items()}
@@ -353,22 +353,22 @@ class ShardedModel(TrainedModel):
 
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
-        found: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for name, weight in self._gathered(self.parameters, part).items():
-            found[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
+            parameters[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
         if model is None:
             return None
         for module in model.modules():
-            for name, own in module._parameters.items():
-                if own is not None:
-                    module._parameters[name] = found[id(own)]
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = parameters[id(parameter)]
         return model
 
     def _for_files(self, name: str, tensor: Tensor) -> TensorShard:
-        whole = self.wholes[name].shape
+        full_shape = self.wholes[name].shape
         if name in self._own:
-            return TensorShard(tensor, whole, self._own[name])
-        return TensorShard(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
+            return TensorShard(tensor, full_shape, self._own[name])
+        return TensorShard(tensor.new_empty(0), full_shape, ((0, 0),) * len(full_shape))
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
         box = self.grid.layout.bounds(self.wholes[name], self.grid.rank)
@@ -406,26 +406,26 @@ class Grid:
 
     def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
         """Return the full tensor on the first rank's CPU, otherwise ``None``. A collective."""
-        here = part.detach().cpu()
+        block = part.detach().cpu()
         if self.rank:
             if self.layout.first(whole, self.rank) is not None:
-                dist.send(here.contiguous(), 0, group=self._beside)
+                dist.send(block.contiguous(), 0, group=self._beside)
             return None
-        made = torch.empty(whole.shape, dtype=here.dtype)
+        tensor = torch.empty(whole.shape, dtype=block.dtype)
         for rank in range(self.layout.ranks):
             box = self.layout.first(whole, rank)
             if box is None:
                 continue
             if rank:
-                here = torch.empty(shape(box), dtype=made.dtype)
-                dist.recv(here, rank, group=self._beside)
-            made[index(box)] = here
-        return made
+                block = torch.empty(shape(box), dtype=tensor.dtype)
+                dist.recv(block, rank, group=self._beside)
+            tensor[index(box)] = block
+        return tensor
 
     def share(self, items: Sequence[T]) -> list[T | None]:
         by_row = self.shares(items)
-        own = by_row[self.row]
-        return [*own, *[None] * (len(by_row[0]) - len(own))]
+        row_items = by_row[self.row]
+        return [*row_items, *[None] * (len(by_row[0]) - len(row_items))]
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Return the shares of all ranks of a slice. The last ones may be smaller."""
@@ -462,21 +462,25 @@ class ShardedBackprop(LocalBackprop):
     ) -> Mapping[str, Metrics]:
         tokens = [len(batch.tokens) * (batch.tokens.shape[1] + 1) for batch in batches]
         self._ran.append([sum(share) for share in self._grid.shares(tokens)])
-        own = [batch or MicroBatch.blank(batches[0]) for batch in self._grid.share(batches)]
-        by_model = super().run(own, kl_coef, trains_actor=trains_actor)
-        said: list[Any] = [None] * self._grid.layout.fsdp
+        rank_batches = [
+            batch or MicroBatch.blank(batches[0]) for batch in self._grid.share(batches)
+        ]
+        by_model = super().run(rank_batches, kl_coef, trains_actor=trains_actor)
+        rank_metrics: list[Any] = [None] * self._grid.layout.fsdp
         # Tensors on another rank's GPU cannot be added here.
         own_metrics = {name: m.on_cpu() for name, m in by_model.items()}
-        dist.all_gather_object(said, own_metrics, group=self._grid.rows)
-        return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
+        dist.all_gather_object(rank_metrics, own_metrics, group=self._grid.rows)
+        return {
+            name: sum((metrics[name] for metrics in rank_metrics), Metrics()) for name in by_model
+        }
 
     def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
-        return [each() for each in passes]  # collectives must have one order on all ranks
+        return [run_pass() for run_pass in passes]  # collectives must have one order on all ranks
 
     def finish(self) -> Stats:
         """Return ``passes/balance``: the mean rank's tokens (padding included) over the largest
         rank's. At 1 no rank waits for another.
         """
         ran, self._ran = self._ran, []
-        most = sum(max(tokens) for tokens in ran)
-        return {"passes/balance": sum(map(fmean, ran)) / most} if most else {}
+        largest = sum(max(tokens) for tokens in ran)
+        return {"passes/balance": sum(map(fmean, ran)) / largest} if largest else {}

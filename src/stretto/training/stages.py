@@ -72,12 +72,12 @@ class StageTrainer:
 
         def work(name: Name, batch: MicroBatch) -> TaskWork:
             def loss(hidden: Tensor) -> Tensor:
-                stage, here = self._stages[name], batch.to(self._device)
-                states = here.states(hidden)
+                stage, local_batch = self._stages[name], batch.to(self._device)
+                states = local_batch.states(hidden)
                 if name == "critic":
-                    term = self._losses.of_critic(stage, states, here)
+                    term = self._losses.of_critic(stage, states, local_batch)
                 else:
-                    term = self._losses.of_actor(stage.head, states, here, kl_coef)
+                    term = self._losses.of_actor(stage.head, states, local_batch, kl_coef)
                 by_model[name] += term.metrics
                 return term.loss
 
@@ -106,7 +106,7 @@ class StageTrainer:
         Returns that norm and the learning rate of the next update.
         """
         trained, names = self._trained[name], self._stages[name].names
-        gradients = {names[own]: grad for own, grad in trained.gradients().items()}
+        gradients = {names[local_name]: grad for local_name, grad in trained.gradients().items()}
         self._executor.reduce(name, gradients)
         norm = self._executor.norm(name, gradients)
         if math.isfinite(norm):
@@ -142,15 +142,15 @@ def whole_state(
     moments: dict[str, Any] = {}
     last: Mapping[str, Any] = {}
     for names, last in states:
-        masters |= {name: last["masters"][own] for own, name in names.items()}
-        whole = [*names.values()]
-        moments |= {whole[i]: held for i, held in last["optimizer"]["state"].items()}
+        masters |= {name: last["masters"][local_name] for local_name, name in names.items()}
+        full_names = [*names.values()]
+        moments |= {full_names[i]: entry for i, entry in last["optimizer"]["state"].items()}
     return _state(last, {name: masters[name] for name in order}, order, moments)
 
 
 def stage_state(state: Mapping[str, Any], order: Sequence[str], names: Names) -> dict[str, Any]:
-    masters = {own: state["masters"][name] for own, name in names.items()}
-    moments = {order[i]: held for i, held in state["optimizer"]["state"].items()}
+    masters = {local_name: state["masters"][name] for local_name, name in names.items()}
+    moments = {order[i]: entry for i, entry in state["optimizer"]["state"].items()}
     return _state(state, masters, [*names.values()], moments)
 
 

@@ -70,12 +70,12 @@ def updates(config: SupervisedConfig, rows: int) -> int:
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
     """Yield batches of epochs in seeded random order. An epoch's last batch may be smaller."""
-    left, epoch = updates(config, len(rows)), 0
-    while left:
+    remaining, epoch = updates(config, len(rows)), 0
+    while remaining:
         order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
         epoch += 1
-        for start in range(0, len(rows), config.batch)[:left]:
-            left -= 1
+        for start in range(0, len(rows), config.batch)[:remaining]:
+            remaining -= 1
             yield [rows[i] for i in order[start : start + config.batch]]
 
 
@@ -91,19 +91,19 @@ def hold_out(
     for index, row in enumerate(rows):
         groups[key(row)].append(index)
     members = list(groups.values())
-    wanted, held = share * len(rows), set[int]()
+    min_rows, held_out = share * len(rows), set[int]()
     for at in np.random.default_rng([seed % 2**64, 2**32]).permutation(len(members)):
-        if len(held) >= wanted:
+        if len(held_out) >= min_rows:
             break
-        held.update(members[at])
-    if len(held) == len(rows):
+        held_out.update(members[at])
+    if len(held_out) == len(rows):
         raise TaskError(
             f"data.held_out = {share} of {len(rows)} rows with {len(members)} different prompts "
             "leaves nothing to train on; lower it (0 holds none out), or give more rows",
             "nothing-to-train-on",
         )
-    kept = [row for i, row in enumerate(rows) if i not in held]
-    return kept, [row for i, row in enumerate(rows) if i in held]
+    training_rows = [row for i, row in enumerate(rows) if i not in held_out]
+    return training_rows, [row for i, row in enumerate(rows) if i in held_out]
 
 
 # -- fine-tuning ---------------------------------------------------------------------------------
@@ -216,16 +216,16 @@ def _check_packing(model: nn.Module) -> None:
         for start in (config.vocab_size // 7, config.vocab_size // 3)
     )
     length = _inputs(second)
-    alone = row_hidden(model, [[second]])[0].float()
+    unpacked = row_hidden(model, [[second]])[0].float()
     packed = row_hidden(model, [[first, second]])[0, -length:].float()
     joined = Example(first.tokens[:-1] + second.tokens, first.trained[:-1] + second.trained)
     seeing = row_hidden(model, [[joined]])[0, -length:].float()
-    off = ((packed - alone).norm() / (seeing - alone).norm()).item()
-    if not off <= max(1e-3, 64 * torch.finfo(next(model.parameters()).dtype).eps):
+    leak = ((packed - unpacked).norm() / (seeing - unpacked).norm()).item()
+    if not leak <= max(1e-3, 64 * torch.finfo(next(model.parameters()).dtype).eps):
         name = type(forward.unwrapped(model)).__name__
         raise ModelError(
-            f"packing = true: in {name} sequences of one row see one another ({off:.0%} as much as "
-            "within one sequence); set packing = false",
+            f"packing = true: in {name} sequences of one row see one another ({leak:.0%} as much "
+            "as within one sequence); set packing = false",
             "packing-leaks",
         )
 
@@ -292,12 +292,12 @@ class BradleyTerry:
         """Add the gradient of the batch's loss. Return metrics from before the update."""
         seen = []
         for part in self._passes(batch):
-            chosen, rejected = self._rewards(part)
-            loss = -F.logsigmoid(chosen - rejected)
+            chosen_rewards, rejected_rewards = self._rewards(part)
+            loss = -F.logsigmoid(chosen_rewards - rejected_rewards)
             if self._center_coef:
-                loss = loss + self._center_coef * (chosen + rejected).square()
+                loss = loss + self._center_coef * (chosen_rewards + rejected_rewards).square()
             (loss.sum() / len(batch)).backward()
-            seen.append(torch.stack([chosen, rejected]).detach().cpu())
+            seen.append(torch.stack([chosen_rewards, rejected_rewards]).detach().cpu())
         tokens = sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in batch)
         return {**Preferences.of(*torch.cat(seen, 1)).stats("train"), "data/tokens": float(tokens)}
 

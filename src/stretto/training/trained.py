@@ -102,16 +102,16 @@ class Snapshots:
         """Return copies of the current weights, by name. Keep the mapping as long as the copies are
         needed: afterwards their memory is reused.
         """
-        free = next((i for i, (_, taken) in enumerate(self._taken) if taken() is None), None)
+        free = next((i for i, (_, snapshot) in enumerate(self._taken) if snapshot() is None), None)
         if free is None:
             tensors = [torch.empty_like(weight) for weight in self._weights.values()]
         else:
             tensors, _ = self._taken.pop(free)
         if tensors:
             torch._foreach_copy_(tensors, [*self._weights.values()])
-        taken = _Snapshot(zip(self._weights, tensors, strict=True))
-        self._taken.append((tensors, weakref.ref(taken)))
-        return taken
+        snapshot = _Snapshot(zip(self._weights, tensors, strict=True))
+        self._taken.append((tensors, weakref.ref(snapshot)))
+        return snapshot
 
 
 PATIENCE_S = 30.0
@@ -187,8 +187,10 @@ class WholeModel:
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(responses, token_budget(budget, self.device)):
             flat = self._token_logprobs([responses[row] for row in rows], temperature)
-            here = mask[rows]
-            logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat.float().cpu())
+            row_mask = mask[rows]
+            logprobs[rows] = torch.zeros(row_mask.shape).masked_scatter(
+                row_mask, flat.float().cpu()
+            )
         return logprobs
 
     def _token_logprobs(self, responses: Sequence[Response], temperature: float) -> Tensor:
@@ -224,16 +226,18 @@ class WholeModel:
         are in host memory, except for adapters, which are merged into the weights on these weights'
         device.
         """
-        model, found = with_own_structure(self.model), dict[int, nn.Parameter]()
+        model, parameters = with_own_structure(self.model), dict[int, nn.Parameter]()
         adapters = hasattr(self.model, "merge_and_unload")
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 weight = p.detach() if weights is None else weights[name]
                 home = p.device if adapters else "cpu"
-                found[id(p)] = nn.Parameter(weight.to(home, copy=True))
+                parameters[id(p)] = nn.Parameter(weight.to(home, copy=True))
         for module in model.modules():
-            own = {name: found.get(id(p)) for name, p in module._parameters.items()}
-            module._parameters.update({name: p for name, p in own.items() if p is not None})
+            replacements = {name: parameters.get(id(p)) for name, p in module._parameters.items()}
+            module._parameters.update(
+                {name: p for name, p in replacements.items() if p is not None}
+            )
         return model
 
     def end_updates(self) -> bool:
@@ -309,10 +313,10 @@ class TrainedModel(Trained):
         super().__init__(model)
         if not may_be_frozen:
             require_trained(type(model).__name__, model)
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._names, self._weights = list(named), list(named.values())
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._names, self._weights = list(trainable), list(trainable.values())
         self._hooks: list[RemovableHandle] = []
-        self._snapshots = Snapshots(named)
+        self._snapshots = Snapshots(trainable)
         self._masters = [self._make_master(p) for p in self._weights]
         self._clip = config.grad_clip or math.inf
         decaying = decaying_names(model) if config.weight_decay else ()
@@ -419,9 +423,9 @@ class TrainedModel(Trained):
         return [(w, m) for w, m in pairs if w is not m]
 
     def state_dict(self) -> dict[str, Any]:
-        named = zip(self._names, self._masters, strict=True)
+        named_masters = zip(self._names, self._masters, strict=True)
         return {
-            "masters": {name: self._for_files(name, m.detach()) for name, m in named},
+            "masters": {name: self._for_files(name, m.detach()) for name, m in named_masters},
             "optimizer": self._with_moments(optimizer_state(self._optimizer), self._for_files),
             "schedule": self._schedule.state_dict(),
         }
@@ -440,8 +444,10 @@ class TrainedModel(Trained):
     ) -> dict[str, Any]:
         """Apply ``change`` to AdamW's moments, which are tensors like the named parameter."""
         moments = {
-            number: {k: v if k == STEP else change(self._names[number], v) for k, v in own.items()}
-            for number, own in optimizer["state"].items()
+            number: {
+                k: v if k == STEP else change(self._names[number], v) for k, v in entry.items()
+            }
+            for number, entry in optimizer["state"].items()
         }
         return {**optimizer, "state": moments}
 

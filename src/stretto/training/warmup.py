@@ -84,15 +84,15 @@ def take(model: nn.Module, key: str | None, file: Path) -> float:
     is given and the file's differs, StateError if the file is damaged.
     """
     try:
-        with safe_open(file, "pt") as kept:
-            about = kept.metadata() or {}
+        with safe_open(file, "pt") as handle:
+            about = handle.metadata() or {}
             if key is not None and about.get("key") != key:
                 raise ConfigError(
                     f"'{file}' holds the warm-up of another model, of other examples or of other "
                     "settings; remove it, or name another file",
                     "other-warmup",
                 )
-            tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
             if about.get("sha256", sha256 := _sha256(tensors)) != sha256:
                 raise StateError(
                     f"'{file}' is damaged: its SHA-256 is another one than when it was written; "
