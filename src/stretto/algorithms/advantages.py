@@ -70,12 +70,12 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 def require_several(groups: Tensor, algorithm: str) -> None:
     """Raise LearnerError if any prompt has a single response."""
     prompts, counts = groups.unique(return_counts=True)
-    alone = prompts[counts < 2]
-    if len(alone):
+    singles = prompts[counts < 2]
+    if len(singles):
         raise LearnerError(
             f"'{algorithm}' compares the responses to one prompt and needs at least 2 of each; "
-            f"{len(alone)} of {len(prompts)} prompts have one, the first is prompt "
-            f"{int(alone[0])}. Raise rollout.samples_per_prompt",
+            f"{len(singles)} of {len(prompts)} prompts have one, the first is prompt "
+            f"{int(singles[0])}. Raise rollout.samples_per_prompt",
             "one-response-to-prompt",
         )
 
@@ -123,8 +123,8 @@ def normalised_then_summed(sources: Tensor, weights: Tensor, groups: Tensor) -> 
     total = torch.zeros(len(sources), dtype=torch.float64)
     for rewards, weight in zip(sources.T, weights, strict=True):
         applies = ~rewards.isnan()
-        each = group_normalised(rewards[applies], groups[applies], "group", GDPO_EPS)
-        total[applies] += weight * each.double()
+        normalised = group_normalised(rewards[applies], groups[applies], "group", GDPO_EPS)
+        total[applies] += weight * normalised.double()
     return ((total - total.mean()) / (total.std() + GDPO_EPS)).float()
 
 
@@ -142,8 +142,8 @@ def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
     """Measure the spread of scores, before any KL cost, and the share of groups without one."""
     total, count = _group_sums(scores.double(), groups)
     squares, _ = _group_sums((scores - total / count).square(), groups)
-    each = [scores[groups == group] for group in groups.unique()]
-    all_equal = [bool((of_group == of_group[0]).all()) for of_group in each]
+    scores_by_group = [scores[groups == group] for group in groups.unique()]
+    all_equal = [bool((of_group == of_group[0]).all()) for of_group in scores_by_group]
     return {
         "group/reward_std": (squares / (count - 1)).sqrt().mean().item(),
         "group/all_equal": fmean(all_equal),

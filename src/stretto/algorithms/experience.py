@@ -58,8 +58,8 @@ class Scored:
     def responses(self) -> tuple[Tensor, Tensor]:
         """Return one row per response [E], to compare, and each row's index among them [B]."""
         if self.episodes is None:
-            every = torch.arange(len(self.mask))
-            return every, every
+            indices = torch.arange(len(self.mask))
+            return indices, indices
         return first_rows(self.episodes)
 
     def rows(self) -> list[tuple[int, ...]]:

@@ -87,8 +87,8 @@ def kl_penalty(
             "with the reference, or set algorithm.kl_coef = 0",
             "reference-missing",
         )
-    own, reference = inputs.of_tokens(logprobs), inputs.of_tokens(inputs.ref_logprobs)
-    per_token = kl_estimate(own, reference, settings.estimator)
+    policy_logprobs, reference = inputs.of_tokens(logprobs), inputs.of_tokens(inputs.ref_logprobs)
+    per_token = kl_estimate(policy_logprobs, reference, settings.estimator)
     if settings.use_bias_correction_kl:
         per_token = per_token * policy_ratio(logprobs, inputs, settings)
     w, means = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.means)

@@ -55,11 +55,11 @@ def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) 
     ``policy/clipfrac_avg`` is the share of tokens whose ratio is bounded.
     """
     w, adv = inputs.of_tokens(inputs.weights), inputs.of_tokens(inputs.advantages)
-    most = 1 + (settings.clip_high or settings.clip)
+    bound = 1 + (settings.clip_high or settings.clip)
     ratio = policy_ratio(logprobs, inputs, settings).detach()
-    loss = -(w * ratio.clamp(max=most) * adv * inputs.of_tokens(logprobs)).sum()
-    figures = {"policy/clipfrac_avg": ratio > most}
-    return policy_term(loss, weighted_sums(inputs.of_tokens(inputs.means), figures))
+    loss = -(w * ratio.clamp(max=bound) * adv * inputs.of_tokens(logprobs)).sum()
+    metrics = {"policy/clipfrac_avg": ratio > bound}
+    return policy_term(loss, weighted_sums(inputs.of_tokens(inputs.means), metrics))
 
 
 def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
@@ -120,10 +120,10 @@ def grpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
     first, place = data.responses()
     totals, groups = rewards.totals[first], data.groups[first]
     if settings.normalizes_sources and data.sources is not None and data.weights is not None:
-        each = normalised_then_summed(data.sources[first], data.weights, groups)
+        per_response = normalised_then_summed(data.sources[first], data.weights, groups)
     else:
-        each = group_normalised(totals, groups, settings.scale_rewards)
-    advantages = each[place]
+        per_response = group_normalised(totals, groups, settings.scale_rewards)
+    advantages = per_response[place]
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
         stats=group_stats(rewards.scores[first], groups),

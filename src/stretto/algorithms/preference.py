@@ -82,5 +82,5 @@ def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> T
 
 def best_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t log pi(y_t)``: the cross-entropy of the best responses."""
-    w, own = inputs.of_tokens(inputs.weights), inputs.of_tokens(logprobs)
-    return policy_term(-(w * own).sum(), {})
+    w, token_logprobs = inputs.of_tokens(inputs.weights), inputs.of_tokens(logprobs)
+    return policy_term(-(w * token_logprobs).sum(), {})
