@@ -43,8 +43,8 @@ def open_engine(
         kind.check()
     except MissingExtraError as error:
         on_stderr(f"{error}; here Stretto's own engine answers")
-        own = config.rollout.model_copy(update={"engine": "torch", "engine_args": {}})
-        config, kind = config.model_copy(update={"rollout": own}), ENGINES["torch"]
+        rollout = config.rollout.model_copy(update={"engine": "torch", "engine_args": {}})
+        config, kind = config.model_copy(update={"rollout": rollout}), ENGINES["torch"]
     if kind.capabilities.own_weights:
         dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
         m = m.model_copy(update={"dtype": dtype, "device": "cpu"})
@@ -136,9 +136,9 @@ def _typed(config: ModelConfig) -> ModelConfig:
 def _of_episode(episode: Episode) -> Answer:
     first = episode.samples[0]
     assert first.finish
-    said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+    turns = [m["content"] for m in episode.messages if m["role"] == "assistant"]
     tokens = sum(r.sampled_tokens for r in episode.samples)
-    return Answer(first.id, said[-1] if said else "", tokens, first.finish, episode)
+    return Answer(first.id, turns[-1] if turns else "", tokens, first.finish, episode)
 
 
 def completed(
@@ -150,11 +150,11 @@ def completed(
     """
     by_id = {r.id: r for r in rollouts}
     engine.admit([r.response() for r in rollouts])
-    left = len(rollouts)
-    while left:
+    live_count = len(rollouts)
+    while live_count:
         for chunk in engine.decode(chunk_tokens).chunks:
             rollout = by_id[chunk.rollout_id]
             rollout.append(chunk)
             if rollout.finish:
-                left -= 1
+                live_count -= 1
                 yield rollout

@@ -56,9 +56,9 @@ class Episode(NamedTuple):
                     lines.append(f"{message['role']}: {message['content']}")
             results = [m["content"] for m in (*o.left, *o.messages) if m["role"] == "tool"]
             for i, call in enumerate(calls(o)):
-                given = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+                arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
                 result = results[i] if i < len(results) else call.get("error", "")
-                lines.append(f"{call.get('name') or 'a call'}({given}) -> {result}")
+                lines.append(f"{call.get('name') or 'a call'}({arguments}) -> {result}")
         if (why := self.log[-1].ended_by) in LIMITS:
             lines.append(f"(ended by a limit: {LIMITS[why]})")
         if self.failure:
@@ -128,14 +128,14 @@ def played(
     """Return an episode for each prompt, in order. RewardError if one has no valid reward."""
     rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
     sampling = turn_sampling(config.rollout, config.environment)
-    found = dict[int, Episode]()
+    episodes = dict[int, Episode]()
     with working(on_stderr, "playing episodes", len(rollouts)) as advance:
         for episode in completed_episodes(engine, environment, rollouts, sampling):
             advance(1)
-            found[episode.samples[0].id] = episode
+            episodes[episode.samples[0].id] = episode
             if episode.failure:
                 raise RewardError(episode.failure, [episode.samples[0].id], "reward-failed")
-    return [found[n] for n in sorted(found)]
+    return [episodes[n] for n in sorted(episodes)]
 
 
 def completed_episodes(
@@ -197,25 +197,25 @@ class _Episodes:
     async def answer(self, due: Sequence[Rollout]) -> list[Episode]:
         """Open episodes or have their turns answered. Return those that have ended."""
         observations = await asyncio.gather(*map(self._asked, due))
-        ended, go_on = list[Episode](), list[Rollout]()
+        episodes, next_samples = list[Episode](), list[Rollout]()
         for rollout, o in zip(due, observations, strict=True):
             self._logs[episode_of(rollout.id)].append(o)
             if rollout.turns:
                 rollout.turn_rewards.append(o.reward or 0.0)
             if o.ended_by:
                 rollout.log.append(o)
-                ended.append(self._end(o))
+                episodes.append(self._end(o))
             else:
-                go_on.append(self._next(rollout, o))
-        await self._environment.release([r.id for e in ended for r in e.samples])
-        self.decoding |= {rollout.id: rollout for rollout in go_on}
-        self._engine.admit([rollout.response() for rollout in go_on])
-        return ended
+                next_samples.append(self._next(rollout, o))
+        await self._environment.release([r.id for e in episodes for r in e.samples])
+        self.decoding |= {rollout.id: rollout for rollout in next_samples}
+        self._engine.admit([rollout.response() for rollout in next_samples])
+        return episodes
 
     async def close(self) -> None:
-        left = [rollout.id for samples in self._samples.values() for rollout in samples]
-        self._engine.release(left)
-        await self._environment.release(left)
+        rollout_ids = [rollout.id for samples in self._samples.values() for rollout in samples]
+        self._engine.release(rollout_ids)
+        await self._environment.release(rollout_ids)
 
     async def _asked(self, rollout: Rollout) -> Observation:
         if not self._logs[episode_of(rollout.id)]:
@@ -227,8 +227,8 @@ class _Episodes:
         """Return the sample to decode next, with its new context."""
         rollout.left = o.left[:1]
         samples = self._samples[episode_of(rollout.id)]
-        goes_on = next((r for r in samples if r.id == o.rollout_id), None)
-        if goes_on is None:
+        sample = next((r for r in samples if r.id == o.rollout_id), None)
+        if sample is None:
             if o.prompt is None:
                 raise EpisodeLostError(
                     f"the environment answered rollout {rollout.id} with rollout {o.rollout_id}, "
@@ -236,14 +236,14 @@ class _Episodes:
                     [rollout.id],
                     "episode-lost",
                 )
-            goes_on = Rollout(o.rollout_id, o.prompt, rollout.group, sampling=self._sampling)
-            samples.append(goes_on)
+            sample = Rollout(o.rollout_id, o.prompt, rollout.group, sampling=self._sampling)
+            samples.append(sample)
         elif o.prompt is not None:
-            goes_on.prompt = o.prompt
-        context = goes_on.observe(o)
+            sample.prompt = o.prompt
+        context = sample.observe(o)
         if len(context.tokens):
-            goes_on.append(context)
-        return goes_on
+            sample.append(context)
+        return sample
 
     def _end(self, last: Observation) -> Episode:
         episode = episode_of(last.rollout_id)

@@ -118,9 +118,9 @@ def end_tokens_of(
         config = GenerationConfig.from_pretrained(str(path))
     except OSError:  # without one, transformers takes the model's config
         config = load_config(path, trust_remote_code).get_text_config(decoder=True)
-    named: Any = getattr(config, "eos_token_id", None)
-    own: Any = tokenizer.eos_token_id
-    ids = [*(named if isinstance(named, list) else [named]), own]
+    model_ends: Any = getattr(config, "eos_token_id", None)
+    tokenizer_end: Any = tokenizer.eos_token_id
+    ids = [*(model_ends if isinstance(model_ends, list) else [model_ends]), tokenizer_end]
     return frozenset(int(i) for i in ids if i is not None)
 
 

@@ -89,12 +89,12 @@ def benchmark(
     }
     figures: list[Benchmark] = []
     for shots in dict.fromkeys(FEWSHOT.get(name) for name in names.values()):
-        chosen = [name for name in names.values() if FEWSHOT.get(name) == shots]
+        group = [name for name in names.values() if FEWSHOT.get(name) == shots]
         try:
-            results = lm_eval.simple_evaluate(tasks=chosen, num_fewshot=shots, **options)
+            results = lm_eval.simple_evaluate(tasks=group, num_fewshot=shots, **options)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"`lm_eval = {','.join(chosen)}` failed: {error}. The benchmarks' data comes from "
+                f"`lm_eval = {','.join(group)}` failed: {error}. The benchmarks' data comes from "
                 "the hub; without a network, name a .yaml file whose data is local",
                 "benchmark-failed",
             ) from error
@@ -104,13 +104,13 @@ def benchmark(
 
 def _name(file: Path) -> str:
     try:
-        found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text("utf-8"), re.MULTILINE)
+        match = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text("utf-8"), re.MULTILINE)
     except OSError as error:
         raise ConfigError(f"`lm_eval`: cannot read '{file}': {error}", "unreadable") from error
-    if not found:
+    if not match:
         message = f"`lm_eval`: '{file}' defines no benchmark: it has no line 'task: NAME'"
         raise ConfigError(message, "no-benchmark")
-    return found[1]
+    return match[1]
 
 
 def _figures(results: Mapping[str, Any]) -> list[Benchmark]:
@@ -123,6 +123,6 @@ def _figures(results: Mapping[str, Any]) -> list[Benchmark]:
                 continue
             error = metrics.get(f"{metric}_stderr,{which}")
             standard_error = float(error) if isinstance(error, int | float) else None
-            shown, fewshot = metric if which == "none" else key, int(results["n-shot"].get(task, 0))
-            figures.append(Benchmark(task, shown, fewshot, float(value), standard_error))
+            label, fewshot = metric if which == "none" else key, int(results["n-shot"].get(task, 0))
+            figures.append(Benchmark(task, label, fewshot, float(value), standard_error))
     return figures

@@ -122,20 +122,22 @@ def label_pairs(
     _say_left_out(left_out, config.data)
     rollouts: list[Rollout] = []  # as if they had been sampled
     for number, (row, prompt, responses) in enumerate(readable):
-        asked = Prompt(number, prompt.tokens, prompt.text, prompt.messages, row.data)
+        numbered_prompt = Prompt(number, prompt.tokens, prompt.text, prompt.messages, row.data)
         for tokens in responses:
-            rollouts.append(as_rollout(len(rollouts), asked, tokens))
+            rollouts.append(as_rollout(len(rollouts), numbered_prompt, tokens))
     columns = readable[0][0].data.keys()
     with ExitStack() as stack:
         gold = open_gold(by, RoleFactory(run, on_stderr), columns, tokenizer, stack)
         scores = iter(score_all(gold, rollouts, run.rollout.batch))
-    found = [
+    outcomes = [
         _labelled(row, [next(scores) for _ in row.responses], config.data) for row, _, _ in readable
     ]
-    kept = [row for row in found if row]
-    _write(out, kept, len(found), by)
-    flipped = sum(row["flipped"] for row in kept) if readable[0][0].labelled else None
-    return LabelResult(by, out, len(found), len(kept), len(found) - len(kept), flipped=flipped)
+    pairs = [row for row in outcomes if row]
+    _write(out, pairs, len(outcomes), by)
+    flips = sum(row["flipped"] for row in pairs) if readable[0][0].labelled else None
+    return LabelResult(
+        by, out, len(outcomes), len(pairs), len(outcomes) - len(pairs), flipped=flips
+    )
 
 
 @outside.named_by("by")
@@ -164,27 +166,27 @@ def label_responses(
         gold = open_gold(by, RoleFactory(config, on_stderr), columns, tokenizer, stack)
         engine, _ = open_engine(config, tokenizer)
         rollouts = answer(engine, source.first(prompts), per_prompt)
-        ended = [r for r in rollouts if r.finish is FinishReason.STOP]
-        scores = score_all(gold, ended, config.rollout.batch)
-    by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
-    kept, left_out = [], Counter[str]()
+        finished_rollouts = [r for r in rollouts if r.finish is FinishReason.STOP]
+        scores = score_all(gold, finished_rollouts, config.rollout.batch)
+    by_id = {r.id: score for r, score in zip(finished_rollouts, scores, strict=True)}
+    pairs, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):
         responses = [r for r in group if r.id in by_id]
-        found = _of_group(responses, by_id, tokenizer, config.rollout.stop)
-        if isinstance(found, str):
-            left_out[found] += 1
+        outcome = _of_group(responses, by_id, tokenizer, config.rollout.stop)
+        if isinstance(outcome, str):
+            left_out[outcome] += 1
         else:
-            kept.append(found)
-    read = len(kept) + left_out.total()
-    if left_out["unended"] == read:
+            pairs.append(outcome)
+    total = len(pairs) + left_out.total()
+    if left_out["unended"] == total:
         raise TaskError(
-            f"none of {read} prompts got two responses that ended within rollout.max_new_tokens = "
+            f"none of {total} prompts got two responses that ended within rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; raise that limit, or `samples`",
             "no-ended-responses",
         )
-    _write(out, kept, read, by)
+    _write(out, pairs, total, by)
     counts = (left_out[why] for why in ("ties", "empty", "unended"))
-    return LabelResult(by, out, read, len(kept), *counts)
+    return LabelResult(by, out, total, len(pairs), *counts)
 
 
 def _of_group(
@@ -197,13 +199,13 @@ def _of_group(
     if len(responses) < 2:
         return "unended"
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
-    found = best_and_worst(texts, [scores[r.id] for r in responses])
-    if found is None:
+    pair = best_and_worst(texts, [scores[r.id] for r in responses])
+    if pair is None:
         return "ties"
-    if not (found["chosen"].strip() and found["rejected"].strip()):
+    if not (pair["chosen"].strip() and pair["rejected"].strip()):
         return "empty"
     prompt = responses[0].prompt
-    return {"prompt": list(prompt.messages) if prompt.messages else prompt.text, **found}
+    return {"prompt": list(prompt.messages) if prompt.messages else prompt.text, **pair}
 
 
 def best_and_worst(
@@ -218,8 +220,8 @@ def best_and_worst(
     if scores[best] == scores[worst] or texts[best] == texts[worst]:
         return None
     sides = [(cells or texts)[i] for i in (best, worst)]
-    scored = {"chosen_score": scores[best], "rejected_score": scores[worst]}
-    return {**dict(zip(columns, sides, strict=True)), **scored}
+    score_cells = {"chosen_score": scores[best], "rejected_score": scores[worst]}
+    return {**dict(zip(columns, sides, strict=True)), **score_cells}
 
 
 def _read(data: PairsConfig) -> list[Candidates]:
@@ -227,15 +229,15 @@ def _read(data: PairsConfig) -> list[Candidates]:
     rows = read(data)
     sides = {data.chosen_column, data.rejected_column}
     if RESPONSES in rows[0] and not sides <= rows[0].keys():
-        made, left_out = attempt_rows(rows, partial(_several, data.prompt_column), data)
+        candidates, left_out = attempt_rows(rows, partial(_several, data.prompt_column), data)
     else:
         pairs, left_out = read_pairs(data)
-        made = [
+        candidates = [
             Candidates(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
             for p in pairs
         ]
     _say_left_out(left_out, data)
-    return made
+    return candidates
 
 
 def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
@@ -285,10 +287,10 @@ def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Ro
     """Return the row to write, or ``None`` for a tie."""
     columns = data.chosen_column, data.rejected_column
     cells = [row.data[column] for column in columns] if row.labelled else row.responses
-    found = best_and_worst(row.responses, scores, cells, columns)
-    kept = {key: cell for key, cell in row.data.items() if row.labelled or key != RESPONSES}
-    flipped = {"flipped": scores[1] > scores[0]} if row.labelled else {}
-    return found and {**kept, **found, **flipped}
+    pair = best_and_worst(row.responses, scores, cells, columns)
+    other_cells = {key: cell for key, cell in row.data.items() if row.labelled or key != RESPONSES}
+    flip = {"flipped": scores[1] > scores[0]} if row.labelled else {}
+    return pair and {**other_cells, **pair, **flip}
 
 
 def _check_out(out: Path, source: str) -> None:

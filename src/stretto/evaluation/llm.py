@@ -173,8 +173,8 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) ->
 def parse(answer: str) -> Verdict | None:
     """Return an answer's final verdict. ``None`` without one, or if words follow ('A or B')."""
     bare = answer.strip().strip(".*`\"'").lower()
-    found = [(bare, "")] if bare in ("a", "b", "tie") else _VERDICT.findall(answer)
-    last, rest = found[-1] if found else ("", "")
+    matches = [(bare, "")] if bare in ("a", "b", "tie") else _VERDICT.findall(answer)
+    last, rest = matches[-1] if matches else ("", "")
     if re.search(r"\w", rest):
         return None
     verdicts: Mapping[str, Verdict] = {"a": "A", "b": "B", "tie": "tie"}
@@ -184,8 +184,8 @@ def parse(answer: str) -> Verdict | None:
 def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
     """Count verdicts with the policy as A, then as B. JudgeError if no pair has two."""
     first = {"A": 1, "tie": 0, "B": -1}
-    judged = [(first[a], -first[b]) for a, b in verdicts if a and b]
-    if not judged:
+    outcomes = [(first[a], -first[b]) for a, b in verdicts if a and b]
+    if not outcomes:
         raise JudgeError(
             f"none of {len(verdicts)} pairs got two verdicts from the judge '{judge}': its answers "
             "do not end with 'Verdict: A', 'Verdict: B' or 'Verdict: tie'. Ask another model",
@@ -193,10 +193,10 @@ def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]
         )
     return Judgement(
         judge=judge,
-        **tally([a if a == b else 0 for a, b in judged]),
-        consistent=fmean(a == b for a, b in judged),
+        **tally([a if a == b else 0 for a, b in outcomes]),
+        consistent=fmean(a == b for a, b in outcomes),
         unparsable=sum(v is None for pair in verdicts for v in pair),
-        left_out=len(verdicts) - len(judged),
+        left_out=len(verdicts) - len(outcomes),
     )
 
 

@@ -156,33 +156,33 @@ def evaluate(
     and ModelError if the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
-    read = measured_on(config).with_model(model).model_copy(update={"rollout": greedy})
+    settings = measured_on(config).with_model(model).model_copy(update={"rollout": greedy})
     with ExitStack() as stack:
-        prepare_torch(read.seed, read.threads)
-        source = open_prompts(read, NO_OVERRIDES, on_stderr)
+        prepare_torch(settings.seed, settings.threads)
+        source = open_prompts(settings, NO_OVERRIDES, on_stderr)
         columns = source.task.first.data.keys()
-        factory, tokenizer = RoleFactory(read, on_stderr), source.tokenizer
-        verifier, named = None, read.reward.sources
-        if "task" in named or ENVIRONMENT not in named:
+        factory, tokenizer = RoleFactory(settings, on_stderr), source.tokenizer
+        verifier, sources = None, settings.reward.sources
+        if "task" in sources or ENVIRONMENT not in sources:
             if column := source.task.found_answers:
                 on_stderr(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
             verifier = gold.open_gold("task", factory, columns, tokenizer, stack)
-        environment = open_environment(read, source, stack, on_stderr)
+        environment = open_environment(settings, source, stack, on_stderr)
         prompts, facts = questions(source, samples, trained or config)
-        engine, _ = open_engine(read, tokenizer)
+        engine, _ = open_engine(settings, tokenizer)
         if environment:
-            episodes = played(engine, environment, prompts, read)
+            episodes = played(engine, environment, prompts, settings)
             rollouts, scores = [e.last for e in episodes], [e.reward for e in episodes]
         else:
             rollouts, scores = answer(engine, prompts), []
         if verifier:
             scores = score_all(verifier, rollouts, greedy.batch)
-    right = [float(score >= RIGHT) for score in scores]
+    passes = [float(score >= RIGHT) for score in scores]
     return EvalResult(
         **facts,
         **_sampled(rollouts),
-        pass_at_1=fmean(right),
-        pass_at_1_standard_error=standard_error(right, rate=True),
+        pass_at_1=fmean(passes),
+        pass_at_1_standard_error=standard_error(passes, rate=True),
         mean_score=fmean(scores),
         mean_score_standard_error=standard_error(scores),
         timeouts=verifier.timeouts if isinstance(verifier, FunctionScorer) else 0,
@@ -219,13 +219,13 @@ def measure(
             "measure-with-environment",
         )
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
-    read = measured_on(config).with_model(policy)
-    r = read.rollout
-    trust = read.model.trust_remote_code
-    limit = read.training.microbatch_tokens
+    settings = measured_on(config).with_model(policy)
+    r = settings.rollout
+    trust = settings.model.trust_remote_code
+    limit = settings.training.microbatch_tokens
     with ExitStack() as stack:
-        prepare_torch(read.seed, read.threads)
-        source = open_prompts(read, NO_OVERRIDES, on_stderr)
+        prepare_torch(settings.seed, settings.threads)
+        source = open_prompts(settings, NO_OVERRIDES, on_stderr)
         tokenizer, task = source.tokenizer, source.task
         ends = gold.end_tokens_of(resolve(policy, on_stderr), tokenizer, trust)
         first = {**task.first.data, tasks.INDEX_KEY: task.indices[0]}
@@ -234,26 +234,30 @@ def measure(
         if sft:
             _check_sft(sft, r.temperature, tokenizer, trust)
         ask = open_judge(judge) if judge else None
-        factory, columns = RoleFactory(read, on_stderr), task.first.data.keys()
+        factory, columns = RoleFactory(settings, on_stderr), task.first.data.keys()
         golds = {s: gold.open_gold(s, factory, columns, tokenizer, stack, ends) for s in sources}
         prompts, facts = questions(source, samples, trained or config)
-        own, sums = _answers(read, prompts, tokenizer, sums=bool(sft))
+        rollouts, sums = _answers(settings, prompts, tokenizer, sums=bool(sft))
         texts = list[str]()
         if sources or judge:
-            texts = [reference_text(task, each.prompt.data, reference_column) for each in own]
+            texts = [
+                reference_text(task, rollout.prompt.data, reference_column) for rollout in rollouts
+            ]
         layout = PromptLayout(tokenizer, ends, RowsConfig()) if golds else None
-        rates = _win_rates(golds, layout, own, texts, r.batch) if layout else ()
+        rates = _win_rates(golds, layout, rollouts, texts, r.batch) if layout else ()
         pairs = [
-            (each.prompt, response_text(tokenizer, each.tokens, each.finish, r.stop), text)
-            for each, text in zip(own, texts, strict=False)
+            (rollout.prompt, response_text(tokenizer, rollout.tokens, rollout.finish, r.stop), text)
+            for rollout, text in zip(rollouts, texts, strict=False)
         ]
         return Measured(
             **facts,
-            **_sampled(own),
+            **_sampled(rollouts),
             temperature=r.temperature,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=_drift(read.with_model(sft).model, own, sums, r.temperature, limit) if sft else None,
+            kl=_drift(settings.with_model(sft).model, rollouts, sums, r.temperature, limit)
+            if sft
+            else None,
             judge=ask(pairs) if ask else None,
         )
 
@@ -283,16 +287,16 @@ def _check_sft(
 def _win_rates(
     golds: Mapping[str, Gold],
     layout: PromptLayout,
-    own: list[Rollout],
+    rollouts: list[Rollout],
     texts: list[str],
     batch: int,
 ) -> tuple[WinRate, ...]:
-    given = [
+    references = [
         gold.as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
-        for r, text in zip(own, texts, strict=True)
+        for r, text in zip(rollouts, texts, strict=True)
     ]
     return tuple(
-        gold.compare(by, score_all(scorer, own, batch), score_all(scorer, given, batch))
+        gold.compare(by, score_all(scorer, rollouts, batch), score_all(scorer, references, batch))
         for by, scorer in golds.items()
     )
 
@@ -308,23 +312,23 @@ def _answers(
         return rollouts, []
     actor.to(pick_device(config.model.device))
     temperatures = (config.rollout.temperature,)
-    (found,) = _logprob_sums(actor, rollouts, temperatures, config.training.microbatch_tokens)
-    return rollouts, found
+    (logprobs,) = _logprob_sums(actor, rollouts, temperatures, config.training.microbatch_tokens)
+    return rollouts, logprobs
 
 
 def _drift(
-    sft: ModelConfig, rollouts: Sequence[Rollout], own: list[float], temperature: float, limit: int
+    sft: ModelConfig, rollouts: Sequence[Rollout], sums: list[float], temperature: float, limit: int
 ) -> KlToSft:
     """Return the KL of responses to the SFT model.
 
     Args:
-        own: the policy's log-probability of each, by the same forward pass as the SFT model's, so
+        sums: the policy's log-probability of each, by the same forward pass as the SFT model's, so
             that rounding does not look like drift, as with a decoding engine's log-probabilities.
         limit: tokens of a micro-batch.
     """
     model = load_actor(sft, on_stderr)
     at_one, as_sampled = _logprob_sums(model, rollouts, (1.0, temperature), limit)
-    kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
+    kls = [policy - reference for policy, reference in zip(sums, as_sampled, strict=True)]
     return KlToSft(
         sft=sft.name,
         perplexity=math.exp(-math.fsum(at_one) / sum(r.sampled_tokens for r in rollouts)),
@@ -345,15 +349,15 @@ def _logprob_sums(
     device = next(model.parameters()).device
     responses = [r.response() for r in rollouts]
     sums = [[0.0] * len(responses) for _ in temperatures]
-    for chosen in microbatches(responses, token_budget(microbatch_tokens, device)):
-        part = [responses[i] for i in chosen]
+    for indices in microbatches(responses, token_budget(microbatch_tokens, device)):
+        part = [responses[i] for i in indices]
         hidden = response_hidden(model, part)
         tokens = response_tokens(part, hidden.device)
         for of_temperature, temperature in zip(sums, temperatures, strict=True):
             logprobs, _ = token_logprobs(head, hidden, tokens, temperature)
-            each = logprobs.split([int(sampled_of(r).sum()) for r in part])
-            for i, own in zip(chosen, each, strict=True):
-                of_temperature[i] = own.double().sum().item()
+            by_response = logprobs.split([int(sampled_of(r).sum()) for r in part])
+            for i, response_logprobs in zip(indices, by_response, strict=True):
+                of_temperature[i] = response_logprobs.double().sum().item()
     return sums
 
 
@@ -392,17 +396,17 @@ def open_held_out(
 
     Raises TaskError as :func:`questions`.
     """
-    read = measured_on(config)
+    settings = measured_on(config)
     source = training
     verifier = None
-    if read is not config:
+    if settings is not config:
         task = None if config.task.held_out_rows else overrides.task
-        own = replace(overrides, tokenizer=training.tokenizer, task=task, opened=None)
-        source = open_prompts(read, replace(own, looks_at=None), silent)
+        task_overrides = replace(overrides, tokenizer=training.tokenizer, task=task, opened=None)
+        source = open_prompts(settings, replace(task_overrides, looks_at=None), silent)
         if "task" in config.reward.sources:
-            factory, columns = RoleFactory(read, silent), source.task.first.data.keys()
-            named = reward_source("task")
-            verifier = factory.open_function(named, columns, source.tokenizer, stack, {})
+            factory, columns = RoleFactory(settings, silent), source.task.first.data.keys()
+            task_source = reward_source("task")
+            verifier = factory.open_function(task_source, columns, source.tokenizer, stack, {})
     prompts, facts = questions(source, config.observe.eval_prompts, config, training)
     return HeldOut(prompts, facts, verifier)
 
@@ -439,23 +443,23 @@ def questions(
     prompts = list[Prompt]()
     contents = list[str]()
     too_long = list[int]()
-    refused = list[TaskError]()
-    known = set[str]()
-    found_at = 0
+    errors = list[TaskError]()
+    unique_contents = set[str]()
+    last_new = 0
     patience = PATIENCE / (share or 1)
     for place in range(rows):
-        if len(prompts) == count or (procedural and place - found_at > patience):
+        if len(prompts) == count or (procedural and place - last_new > patience):
             break
         row = source.row_by_id(place)
         asks = content(row)
-        if (share and not is_held_out(row, share)) or (procedural and asks in known):
+        if (share and not is_held_out(row, share)) or (procedural and asks in unique_contents):
             continue
-        known.add(asks)
-        found_at = place
+        unique_contents.add(asks)
+        last_new = place
         try:
             prompt = source.prompt_by_id(place)
         except TaskError as error:
-            refused.append(error)
+            errors.append(error)
             continue
         if len(prompt.tokens) > limit:
             too_long.append(len(prompt.tokens))
@@ -464,27 +468,37 @@ def questions(
             contents.append(asks)
     if too_long and not prompts:
         raise all_too_long(len(too_long), min(too_long), limit, with_tools=source.with_tools)
-    if refused and not prompts:
-        raise refused[0]
+    if errors and not prompts:
+        raise errors[0]
     if not prompts:
         raise TaskError(
             f"task.held_out = {share} holds out none of the {rows} rows of '{task.name}': too "
             "few prompts are different. Raise it, or name rows of their own",
             "none-held-out",
         )
-    said = describe_rows(task, source.seed)
-    facts = {"rows": said, "skipped": len(too_long) + len(refused), "distinct": len(set(contents))}
+    description = describe_rows(task, source.seed)
+    facts = {
+        "rows": description,
+        "skipped": len(too_long) + len(errors),
+        "distinct": len(set(contents)),
+    }
     r, responses = trained.rollout, trained.steps * trained.rollout.batch + trained.most_in_flight
     try:  # find training's prompts, including long ones
         if not trained.task.name:
             raise TaskError("the settings name no rows to train on")
         training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
-        drawn = islice(training.ids(), ceil_div(responses, r.samples_per_prompt))
-        warmed_up = islice(training.ids(backwards=True), trained.warmup_examples)
-        seen = {content(training.row_by_id(i)) for i in chain(drawn, warmed_up)}
+        sampled_ids = islice(training.ids(), ceil_div(responses, r.samples_per_prompt))
+        warmup_ids = islice(training.ids(backwards=True), trained.warmup_examples)
+        seen = {content(training.row_by_id(i)) for i in chain(sampled_ids, warmup_ids)}
     except TaskError as error:
         return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
-    both, every = sum(asks in seen for asks in contents), len(contents)
-    said = f"{both} of {every} prompts ({both / every:.1%}) are asked in training"
-    none = f"none of {every} prompts is asked in training"
-    return prompts, {**facts, "overlap": both / every, "seen": said if both else none}
+    overlap_count, total = sum(asks in seen for asks in contents), len(contents)
+    description = (
+        f"{overlap_count} of {total} prompts ({overlap_count / total:.1%}) are asked in training"
+    )
+    none = f"none of {total} prompts is asked in training"
+    return prompts, {
+        **facts,
+        "overlap": overlap_count / total,
+        "seen": description if overlap_count else none,
+    }
