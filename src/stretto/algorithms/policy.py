@@ -56,8 +56,8 @@ def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmC
     clipped = ratio.clamp(1 - low, 1 + high) * adv
     loss = -(w * torch.minimum(unclipped, clipped)).sum()
 
-    figures = {"policy/clipfrac_avg": clipped < unclipped}
-    return policy_term(loss, weighted_sums(inputs.of_tokens(inputs.means), figures))
+    metrics = {"policy/clipfrac_avg": clipped < unclipped}
+    return policy_term(loss, weighted_sums(inputs.of_tokens(inputs.means), metrics))
 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
@@ -102,10 +102,10 @@ def drift(logprobs: Tensor, inputs: LossInputs) -> Metrics:
     """
     log_ratio = inputs.of_tokens(logprobs.detach() - inputs.old_logprobs)
     ratio = log_ratio.exp()
-    figures = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
+    metrics = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
     any_tokens = ratio.numel() > 0  # there is no minimum of nothing
     return Metrics(
-        sums=weighted_sums(inputs.of_tokens(inputs.means), figures),
+        sums=weighted_sums(inputs.of_tokens(inputs.means), metrics),
         minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
         maxima={"val/ratio_max": ratio.amax()} if any_tokens else {},
     )

@@ -83,8 +83,8 @@ def value_loss(values: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
         clipped = (old_values + (values - old_values).clamp(-eps, eps) - returns).square()
     per_token = torch.maximum(squares, clipped) / 2
 
-    figures = {"loss/value_avg": per_token, "val/clipfrac_avg": clipped > squares}
-    return LossTerm((weights * per_token).sum(), Metrics(weighted_sums(weights, figures)))
+    metrics = {"loss/value_avg": per_token, "val/clipfrac_avg": clipped > squares}
+    return LossTerm((weights * per_token).sum(), Metrics(weighted_sums(weights, metrics)))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -65,8 +65,8 @@ def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
         w = inputs.response_weights[0::2] + inputs.response_weights[1::2]
     loss = -(w * torch.nn.functional.logsigmoid(margin)).sum()
 
-    figures = {"dpo/margin": margin, "dpo/accuracy": margin > 0}
-    return policy_term(loss, weighted_sums(w, figures))
+    metrics = {"dpo/margin": margin, "dpo/accuracy": margin > 0}
+    return policy_term(loss, weighted_sums(w, metrics))
 
 
 def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:

@@ -57,5 +57,5 @@ def proximal_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfi
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
     loss = -(w * torch.minimum(unclipped, clipped)).sum()
 
-    figures = {"policy/clipfrac_avg": clipped < unclipped, "policy/sequence_ratio": ratio}
-    return policy_term(loss, weighted_sums(w, figures))
+    metrics = {"policy/clipfrac_avg": clipped < unclipped, "policy/sequence_ratio": ratio}
+    return policy_term(loss, weighted_sums(w, metrics))

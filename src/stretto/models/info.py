@@ -103,12 +103,12 @@ class ModelInfo:
             return None
         layers = {n.removesuffix(".weight"): s for n, s in self.tensors.items() if len(s) > 1}
         if tuple(targets) == ("all-linear",):  # those inside the blocks
-            vocabulary, around = self.number("vocab_size"), ("embed", "wte", "wpe", "lm_head")
+            vocabulary, outer_parts = self.number("vocab_size"), ("embed", "wte", "wpe", "lm_head")
             return [
                 shape
                 for name, shape in layers.items()
                 if len(shape) == 2 and f"{name}.weight" in self.tensors
-                if shape[0] != vocabulary and not any(part in name for part in around)
+                if shape[0] != vocabulary and not any(part in name for part in outer_parts)
             ]
         classes = self.config.get("architectures")
         kind = str(classes[0]) if isinstance(classes, list) and classes else f"'{self.name}'"
@@ -148,8 +148,8 @@ class ModelInfo:
         if not weights:
             return shape
         parameters = _count(weights)
-        either = (replace(shape, gated=gated) for gated in (True, False))
-        shape = min(either, key=lambda shape: abs(shape.parameters - parameters))
+        variants = (replace(shape, gated=gated) for gated in (True, False))
+        shape = min(variants, key=lambda shape: abs(shape.parameters - parameters))
         if abs(shape.parameters - parameters) > parameters / 100:
             raise ModelError(
                 f"'{self.name}' has {parameters:,} parameters; by its layers' sizes it would "
@@ -315,12 +315,12 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     files = sorted(folder.glob("model*.safetensors"))
     if (folder / _INDEX).is_file():
-        listed = read_json(folder / _INDEX, f"the model of '{folder}'").get("weight_map")
-        if not isinstance(listed, dict):
+        weight_map = read_json(folder / _INDEX, f"the model of '{folder}'").get("weight_map")
+        if not isinstance(weight_map, dict):
             raise ModelError(
                 f"'{folder}': {_INDEX} has no weight_map; download it again", "damaged-weights"
             )
-        files = sorted({folder / file for file in listed.values()})
+        files = sorted({folder / file for file in weight_map.values()})
     tensors: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:

@@ -94,8 +94,8 @@ class Shape:
 
     def multiplied(self, tensor: int) -> float:
         """The subset of these parameters that multiplies a token: all but the embedding."""
-        around = self.outputs * self.hidden + self.hidden
-        return self.layers * self.layer_parameters / tensor + around
+        head_and_norm = self.outputs * self.hidden + self.hidden
+        return self.layers * self.layer_parameters / tensor + head_and_norm
 
     def stage(self, stages: int) -> Shape:
         return self if stages == 1 else replace(self, layers=self.layers / stages)

@@ -132,8 +132,8 @@ def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
     of similar length go together. Returns indices into ``tokens``, longest sequences first.
     """
     budgets = range(1, max(tokens) * len(tokens) + 1)
-    least = bisect_left(budgets[:-1], -count, key=lambda b: -len(by_token_budget(tokens, b)))
-    groups = by_token_budget(tokens, budgets[least])
+    smallest = bisect_left(budgets[:-1], -count, key=lambda b: -len(by_token_budget(tokens, b)))
+    groups = by_token_budget(tokens, budgets[smallest])
     while len(groups) < count:  # sequences of equal length can skip several counts at once
         largest = max(
             (i for i, group in enumerate(groups) if len(group) > 1),

@@ -61,8 +61,8 @@ class MicroBatch:
     @classmethod
     def blank(cls, like: MicroBatch) -> MicroBatch:
         """Build one shaped like ``like`` with no response, so that losses and gradients are 0."""
-        nothing = Response(0, 0, Prompt(0, (0,), ""), np.zeros(0, np.int32))
-        return cls.of([nothing], like.inputs.each(lambda tensor: torch.zeros_like(tensor[:1])))
+        response = Response(0, 0, Prompt(0, (0,), ""), np.zeros(0, np.int32))
+        return cls.of([response], like.inputs.each(lambda tensor: torch.zeros_like(tensor[:1])))
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same micro-batch on another device, by one copy."""

@@ -232,13 +232,13 @@ def start(
             name: [{n: s.names[n] for n, p in s.named_parameters() if p.requires_grad} for s in of]
             for name, of in stages.items()
         }
-        staged = {n: StagedModel(n, models[n], ranks, names[n], lr[n]) for n in NAMES}
+        staged_models = {n: StagedModel(n, models[n], ranks, names[n], lr[n]) for n in NAMES}
         parameters = {name: sum(w.numel() for w in m.parameters()) for name, m in models.items()}
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
         if config.observe.checkpoints:
             ranks.remedy = "resume from the last checkpoint, if one was written"
-        return PipelinedBackprop(ranks, staged, planner, layout, p, budget)
+        return PipelinedBackprop(ranks, staged_models, planner, layout, p, budget)
     except pickle.PicklingError as error:
         ranks.close()
         raise ModelError(

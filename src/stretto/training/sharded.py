@@ -174,9 +174,9 @@ class ShardedModel(TrainedModel):
         collective. Call it after an update, when the peak of passes is known.
         """
         trained = (p for p in self._weights if isinstance(p, DTensor))
-        needed = sum(p.numel() * max(p.element_size(), 4) for p in trained)
+        gradient_bytes = sum(p.numel() * max(p.element_size(), 4) for p in trained)
         spare = backend_of(self.device).spare_bytes() / SPARE
-        fits = torch.tensor(float(needed <= spare), device=self.device)
+        fits = torch.tensor(float(gradient_bytes <= spare), device=self.device)
         dist.all_reduce(fits, op=dist.ReduceOp.MIN)
         return fits.item() > 0
 
@@ -234,12 +234,12 @@ class ShardedModel(TrainedModel):
         ends = torch.stack([sums, -sums])
         dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=slices.group)
         gaps = dict[str, float]()
-        for (name, weight), least, less in zip(copies.items(), *ends.tolist(), strict=True):
-            if least != -less:
-                first = weight.clone()
-                dist.broadcast(first, group=slices.group, group_src=0)
-                gaps[name] = float((first - weight).abs().max()) if weight.numel() else 0.0
-                weight.copy_(first)
+        for (name, weight), low, minus_high in zip(copies.items(), *ends.tolist(), strict=True):
+            if low != -minus_high:
+                reference = weight.clone()
+                dist.broadcast(reference, group=slices.group, group_src=0)
+                gaps[name] = float((reference - weight).abs().max()) if weight.numel() else 0.0
+                weight.copy_(reference)
         self._copy_back()
         if any(gaps.values()):
             name = max(gaps, key=gaps.__getitem__)
@@ -280,8 +280,8 @@ class ShardedModel(TrainedModel):
             return
         reached = torch.tensor([m.grad is not None for m in undivided], device=self.device).float()
         dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self.grid.rows)
-        for master, somewhere in zip(undivided, reached.tolist(), strict=True):
-            if somewhere:
+        for master, has_gradient in zip(undivided, reached.tolist(), strict=True):
+            if has_gradient:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
                 dist.all_reduce(master.grad, group=self.grid.rows)
@@ -317,8 +317,8 @@ class ShardedModel(TrainedModel):
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in names}
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        nothing = torch.empty(0)
-        return self._gathered(self._names, lambda name: tensors.get(name, nothing))
+        no_weight = torch.empty(0)
+        return self._gathered(self._names, lambda name: tensors.get(name, no_weight))
 
     def _gathered(self, names: Iterable[str], part: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return full tensors by name, in the model's types, on the first rank's CPU."""
@@ -344,11 +344,11 @@ class ShardedModel(TrainedModel):
         all ranks but the first. A collective that may run next to other work of the ranks, but not
         during an update.
         """
-        trained, nothing = set(self._names if weights is not None else ()), torch.empty(0)
+        trained, no_weight = set(self._names if weights is not None else ()), torch.empty(0)
 
         def part(name: str) -> Tensor:
             if weights is not None and name in trained:
-                return weights.get(name, nothing)
+                return weights.get(name, no_weight)
             return self.shard(name)
 
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
@@ -481,6 +481,6 @@ class ShardedBackprop(LocalBackprop):
         """Return ``passes/balance``: the mean rank's tokens (padding included) over the largest
         rank's. At 1 no rank waits for another.
         """
-        ran, self._ran = self._ran, []
-        largest = sum(max(tokens) for tokens in ran)
-        return {"passes/balance": sum(map(fmean, ran)) / largest} if largest else {}
+        tokens_by_run, self._ran = self._ran, []
+        largest = sum(max(tokens) for tokens in tokens_by_run)
+        return {"passes/balance": sum(map(fmean, tokens_by_run)) / largest} if largest else {}

@@ -290,21 +290,24 @@ class BradleyTerry:
 
     def learn(self, batch: Sequence[PairTokens]) -> Stats:
         """Add the gradient of the batch's loss. Return metrics from before the update."""
-        seen = []
+        rewards = []
         for part in self._passes(batch):
             chosen_rewards, rejected_rewards = self._rewards(part)
             loss = -F.logsigmoid(chosen_rewards - rejected_rewards)
             if self._center_coef:
                 loss = loss + self._center_coef * (chosen_rewards + rejected_rewards).square()
             (loss.sum() / len(batch)).backward()
-            seen.append(torch.stack([chosen_rewards, rejected_rewards]).detach().cpu())
+            rewards.append(torch.stack([chosen_rewards, rejected_rewards]).detach().cpu())
         tokens = sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in batch)
-        return {**Preferences.of(*torch.cat(seen, 1)).stats("train"), "data/tokens": float(tokens)}
+        return {
+            **Preferences.of(*torch.cat(rewards, 1)).stats("train"),
+            "data/tokens": float(tokens),
+        }
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[PairTokens]) -> Preferences:
-        seen = [torch.stack(self._rewards(part)).cpu() for part in self._passes(pairs)]
-        return Preferences.of(*torch.cat(seen, 1))
+        rewards = [torch.stack(self._rewards(part)).cpu() for part in self._passes(pairs)]
+        return Preferences.of(*torch.cat(rewards, 1))
 
     def _passes(self, pairs: Sequence[PairTokens]) -> Iterator[list[PairTokens]]:
         for part in forward.by_token_budget([2 * p.longest for p in pairs], self._budget):
