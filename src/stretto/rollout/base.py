@@ -190,16 +190,16 @@ class Engine(ABC):
         admit them again with the tokens that earlier calls have returned.
         """
         steps = self._decode_steps(max_tokens, stop_after)
-        done, self._done = self._done, []
-        going_on = sorted((r for r in self._held.values() if r.logprobs), key=lambda row: row.id)
-        return Decoded([*done, *(self._chunk(row, None) for row in going_on)], steps)
+        chunks, self._done = self._done, []
+        unfinished = sorted((r for r in self._held.values() if r.logprobs), key=lambda row: row.id)
+        return Decoded([*chunks, *(self._chunk(row, None) for row in unfinished)], steps)
 
     def release(self, rollout_ids: Iterable[int]) -> None:
         """Drop rollouts, including parked ones. Unknown ids are ignored."""
-        gone = set(rollout_ids)
-        self._done = [c for c in self._done if c.rollout_id not in gone]  # of an interrupted call
-        self._held = {id_: row for id_, row in self._held.items() if id_ not in gone}
-        self._parked = {id_: row for id_, row in self._parked.items() if id_ not in gone}
+        ids = set(rollout_ids)
+        self._done = [c for c in self._done if c.rollout_id not in ids]  # of an interrupted call
+        self._held = {id_: row for id_, row in self._held.items() if id_ not in ids}
+        self._parked = {id_: row for id_, row in self._parked.items() if id_ not in ids}
         self._drop()
 
     @abstractmethod
@@ -214,14 +214,14 @@ class Engine(ABC):
         With ``with_cache`` their KV caches are copied, if the engine can. Raises EngineError, and
         releases none, if an id is unknown or named twice.
         """
-        here = self._held | self._parked
-        if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in here]:
+        rows = self._held | self._parked
+        if invalid_ids := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in rows]:
             raise EngineError(
-                f"rollouts {wrong} are not in this engine, or were named twice; export only those "
-                "that were admitted and have not finished, each once",
+                f"rollouts {invalid_ids} are not in this engine, or were named twice; export only "
+                "those that were admitted and have not finished, each once",
                 "not-in-engine",
             )
-        transfers = [self._transfer_of(here[i], with_cache) for i in rollout_ids]
+        transfers = [self._transfer_of(rows[i], with_cache) for i in rollout_ids]
         self.release(rollout_ids)
         return transfers
 
@@ -297,7 +297,7 @@ class Engine(ABC):
     def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
         prompt, sampling = r.prompt, r.sampling or self._sampling
         length = len(prompt.tokens)
-        most = sampling.max_new_tokens
+        limit = sampling.max_new_tokens
         waits = r.finish is _TURN
         parked, tokens = self._parked.get(r.id), [*prompt.tokens, *r.tokens.tolist()]
         if r.id in self._held or (parked and (transfer or waits)):
@@ -313,19 +313,19 @@ class Engine(ABC):
                 f"rollout {r.id} has ended, at {len(r)} tokens; admit only those that go on",
                 "rollout-ended",
             )
-        if self.longest is not None and length + most > self.longest:
+        if self.longest is not None and length + limit > self.longest:
             raise EngineError(
-                f"prompt {prompt.id} has {length} tokens and may get {most} more, but the model "
+                f"prompt {prompt.id} has {length} tokens and may get {limit} more, but the model "
                 f"has positions for {self.longest}; lower rollout.max_new_tokens or "
                 "task.max_prompt_tokens",
                 "too-few-positions",
             )
         if parked:
-            stand = parked.tokens
-            if parked.prompt != prompt.tokens or tokens[: len(stand)] != stand:
+            prefix = parked.tokens
+            if parked.prompt != prompt.tokens or tokens[: len(prefix)] != prefix:
                 raise EngineError(
-                    f"rollout {r.id} goes on from other tokens than the {len(stand)} that its turn "
-                    "ended with; append to these alone, or release it first",
+                    f"rollout {r.id} goes on from other tokens than the {len(prefix)} that its "
+                    "turn ended with; append to these alone, or release it first",
                     "other-transcript",
                 )
             transfer = self._transfer_of(parked, with_cache=True)
@@ -366,7 +366,7 @@ class Engine(ABC):
 
 
 def _tokens_left(sampling: Sampling, generated: int, turn_start: int) -> int:
-    left = sampling.max_new_tokens - generated
-    if most := sampling.max_turn_tokens:
-        left = min(left, most - (generated - turn_start))
-    return left
+    remaining = sampling.max_new_tokens - generated
+    if limit := sampling.max_turn_tokens:
+        remaining = min(remaining, limit - (generated - turn_start))
+    return remaining

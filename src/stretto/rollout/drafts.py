@@ -119,13 +119,13 @@ class Texts:
     def after(self, number: int, text: Sequence[int], most: int) -> Sequence[int]:
         """Return up to ``most`` tokens after the longest suffix, searching the same text first."""
         suffixes = [tuple(text[-n:]) for n in range(min(LONGEST, len(text)), 0, -1)]
-        for among in ((self._own[number], self._prompt), (self._all,)):
-            for suffix, ends in product(suffixes, among):
-                if found := ends.get(suffix):
-                    other, at = found
-                    after = other[at : at + most]
+        for tables in ((self._own[number], self._prompt), (self._all,)):
+            for suffix, ends in product(suffixes, tables):
+                if match := ends.get(suffix):
+                    source, at = match
+                    continuation = source[at : at + most]
                     # If the match is in this text, assume that it repeats beyond its end.
-                    return ([*after] * most)[:most] if other is text else after
+                    return ([*continuation] * most)[:most] if source is text else continuation
         return ()
 
 
@@ -186,8 +186,8 @@ class Drafted:
     def valid(self) -> int:
         """Return how many of the row's tokens have valid keys."""
         count = self.read
-        for proposed, token in zip(self.proposed[:-1], self.row.tokens[count:], strict=False):
-            if proposed != token:
+        for proposal, token in zip(self.proposed[:-1], self.row.tokens[count:], strict=False):
+            if proposal != token:
                 break
             count += 1
         return count
@@ -208,8 +208,8 @@ class DraftModel(Proposer):
     def __init__(
         self, model: nn.Module, drafted: nn.Module, config: RolloutConfig, longest: int = 0
     ) -> None:
-        own, theirs = (sum(p.numel() for p in m.parameters()) for m in (model, drafted))
-        self.cost = own / theirs  # a step reads all weights
+        draft_size, model_size = (sum(p.numel() for p in m.parameters()) for m in (model, drafted))
+        self.cost = draft_size / model_size  # a step reads all weights
         self._cache = SlotCache(max(config.speculative_rows, 1))
         self._cache.reserve(longest)
         likeliest = config.model_copy(update={"temperature": 0.0})
@@ -218,8 +218,8 @@ class DraftModel(Proposer):
         with torch.inference_mode():
             self._packed.__enter__()  # permanently
         self._positions = positions(model, generating=True) or sys.maxsize
-        known = (unwrapped(m).get_input_embeddings().weight for m in (model, drafted))
-        self._own_last, self._last = (len(table) - 1 for table in known)
+        tables = (unwrapped(m).get_input_embeddings().weight for m in (model, drafted))
+        self._own_last, self._last = (len(table) - 1 for table in tables)
         self._rows: list[Drafted] = []  # a row's index is its slot
 
     def propose(self, rows: Sequence[Row], most: int) -> list[Sequence[int]]:
@@ -234,8 +234,8 @@ class DraftModel(Proposer):
                 ready.append((slot, room))
         if ready:
             self._draft(ready)
-        proposed = {id(drafted.row): drafted.proposed for drafted in self._rows}
-        return [proposed[id(row)] for row in rows]
+        proposals = {id(drafted.row): drafted.proposed for drafted in self._rows}
+        return [proposals[id(row)] for row in rows]
 
     def ended(self, row: Row) -> None:
         pass
@@ -247,32 +247,32 @@ class DraftModel(Proposer):
                 if slot < len(self._rows):
                     self._rows[slot] = last
                     self._cache.copy_row(len(self._rows), slot, last.valid())
-        here = {id(drafted.row) for drafted in self._rows}
-        self._rows += [Drafted(row) for row in rows if id(row) not in here]
+        drafted_ids = {id(drafted.row) for drafted in self._rows}
+        self._rows += [Drafted(row) for row in rows if id(row) not in drafted_ids]
 
     def _draft(self, ready: Sequence[tuple[int, int]]) -> None:
         device, scratch = self._pass.device, self._cache.capacity
         ids, ends = [[0, 0] for _ in self._rows], [[0, 0] for _ in self._rows]
         for slot, room in ready:
             drafted = self._rows[slot]
-            known = [min(token, self._own_last) for token in drafted.row.tokens]
-            if missing := known[drafted.read : -2]:
+            row_tokens = [min(token, self._own_last) for token in drafted.row.tokens]
+            if missing := row_tokens[drafted.read : -2]:
                 self._pass.prefill([slot], [drafted.read], [missing])
             # If all proposals were accepted, the last one has no keys yet.
-            ids[slot] = [0, *known][-2:]
-            drafted.read, ends[slot] = len(known), [len(known), room]
+            ids[slot] = [0, *row_tokens][-2:]
+            drafted.read, ends[slot] = len(row_tokens), [len(row_tokens), room]
         newest, room_of = torch.tensor(ends, device=device).T[:, :, None]
         tokens = torch.tensor(ids, device=device)
         at = newest + torch.tensor([-2, -1], device=device)
-        found = []
+        columns = []
         for step in range(max(room for _, room in ready)):
             places = at.masked_fill((at < 0) | (room_of <= step), scratch)
-            nothing = torch.zeros_like(tokens)
-            inputs = StepInputs(tokens, places, nothing, nothing)
+            zeros = torch.zeros_like(tokens)
+            inputs = StepInputs(tokens, places, zeros, zeros)
             read = min(max(length for length, _ in ends) + step, scratch)
             likeliest = self._steps.decode(inputs, read)[0][:, -1:].clamp_max(self._last)
-            found.append(likeliest)
+            columns.append(likeliest)
             tokens, at = likeliest.clamp_max(self._own_last), at[:, -1:] + 1
-        proposed = torch.cat(found, 1).tolist()
+        proposals = torch.cat(columns, 1).tolist()
         for slot, room in ready:
-            self._rows[slot].proposed = proposed[slot][:room]
+            self._rows[slot].proposed = proposals[slot][:room]

@@ -160,7 +160,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def logprobs(self, sequences: IntArray) -> FloatArray:
-        ids, found = torch.from_numpy(sequences.astype(np.int64)).to(self.device), []
+        ids, columns = torch.from_numpy(sequences.astype(np.int64)).to(self.device), []
         if self._probe is None or self._probe.cache.slots != len(ids):
             self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
         self._probe.cache.reserve(ids.shape[1])
@@ -169,9 +169,9 @@ class TorchEngine(Engine):
                 positions = torch.full_like(ids[:, at], at)
                 logits = self._probe.next_logits(ids[:, at], positions, at + 1)
                 logprobs = (logits.float() / self._config.temperature).log_softmax(-1)
-                found.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
-        together: FloatArray = torch.stack(found, 1).cpu().numpy()
-        return together
+                columns.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
+        matrix: FloatArray = torch.stack(columns, 1).cpu().numpy()
+        return matrix
 
     @property
     def graphed_steps(self) -> int | None:
@@ -219,8 +219,8 @@ class TorchEngine(Engine):
                         break
                     self._prefill()
                     count = self._steps_unread(max_tokens - steps)
-                    left = stop_after and stop_after - self._finished
-                    steps += self._take_unread(count, left) if count > 1 else self._step()
+                    remaining = stop_after and stop_after - self._finished
+                    steps += self._take_unread(count, remaining) if count > 1 else self._step()
         finally:
             self._packed.restore()  # an interruption may come while they are entered or left
             self._adapters.restore()
@@ -242,10 +242,10 @@ class TorchEngine(Engine):
         """See :meth:`Engine.host_bytes_per_s`. Times a round trip after a warm-up."""
         if self.device == CPU:
             return 0.0
-        there = torch.zeros(COPIED, dtype=torch.uint8, device=self.device)
-        there.to(CPU).to(self.device)[-1].item()
+        buffer = torch.zeros(COPIED, dtype=torch.uint8, device=self.device)
+        buffer.to(CPU).to(self.device)[-1].item()
         start_s = time.perf_counter()
-        there.to(CPU).to(self.device)[-1].item()
+        buffer.to(CPU).to(self.device)[-1].item()
         return 2 * COPIED / (time.perf_counter() - start_s)
 
     def _renew(self, row: SlotRow) -> None:
@@ -280,75 +280,79 @@ class TorchEngine(Engine):
             self._rows.append(row)
 
     def _prefill(self) -> None:
-        left = budget = self._config.prefill_tokens
-        while left > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
-            picked = pick_prefill(self._rows, pending, left, self.version)
-            rows = [self._rows[slot] for slot in picked]
+        room = budget = self._config.prefill_tokens
+        while room > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
+            slots = pick_prefill(self._rows, pending, room, self.version)
+            rows = [self._rows[slot] for slot in slots]
             missing = [row.tokens[row.cached : -1] for row in rows]
-            width = max(map(len, missing), default=left)
-            if left < budget and width > left:
+            width = max(map(len, missing), default=room)
+            if room < budget and width > room:
                 return  # a pass after the first must prefill rows completely
             if rows:
-                parts = [tokens[:left] for tokens in missing]
-                self._pass.prefill(picked, [row.cached for row in rows], parts)
+                parts = [tokens[:room] for tokens in missing]
+                self._pass.prefill(slots, [row.cached for row in rows], parts)
                 for row, part in zip(rows, parts, strict=True):
                     row.cached += len(part)
                     self.prefilled_tokens += len(part)
             self._copy_shared_prompts(pending)
-            left -= width * max(len(rows), 1)
+            room -= width * max(len(rows), 1)
 
     def _copy_shared_prompts(self, pending: Sequence[int]) -> None:
-        have = {
+        slot_by_prompt = {
             row.prompt: slot
             for slot, row in enumerate(self._rows)
             if row.cached >= len(row.prompt) - 1 and row.cache_version == self.version
         }
         for slot in pending:
             row = self._rows[slot]
-            if row.cached == 0 and row.prompt in have:
+            if row.cached == 0 and row.prompt in slot_by_prompt:
                 row.cached = len(row.prompt) - 1
-                self._cache.copy_row(have[row.prompt], slot, row.cached)
+                self._cache.copy_row(slot_by_prompt[row.prompt], slot, row.cached)
 
     def _step(self) -> int:
         rows, ready = self._rows, [row.ready for row in self._rows]
         if not any(ready):
             return 0
-        alike = all(row.sampling.like(self._sampling) for row in rows)
-        proposed = self._proposed() if alike else [()] * len(rows)
-        inputs = self._inputs(proposed)
-        last = (row.cached + len(p) for row, p in zip(rows, proposed, strict=True) if row.ready)
-        read = max(last) + 1
+        same_sampling = all(row.sampling.like(self._sampling) for row in rows)
+        proposals = self._proposed() if same_sampling else [()] * len(rows)
+        inputs = self._inputs(proposals)
+        ends = (row.cached + len(p) for row, p in zip(rows, proposals, strict=True) if row.ready)
+        read = max(ends) + 1
         self.context_tokens += read * len(rows)
         likeliest: Sequence[TopLogprobs | None] = [None] * len(rows)
-        if alike:
+        if same_sampling:
             tokens, logprobs = (x.tolist() for x in self._steps.decode(inputs, read))
         else:
-            each = [row.sampling for row in rows]
-            newest, of_newest, likeliest = decode_each(self._steps, inputs, read, each)
-            tokens, logprobs = [[x] for x in newest], [[x] for x in of_newest]
-        ended = {}
+            samplings = [row.sampling for row in rows]
+            next_tokens, next_logprobs, likeliest = decode_each(
+                self._steps, inputs, read, samplings
+            )
+            tokens, logprobs = [[x] for x in next_tokens], [[x] for x in next_logprobs]
+        last_chunks = {}
         for slot in reversed(range(len(rows))):
             if not ready[slot]:
                 continue
             row = rows[slot]
             accepted = 0
-            equal = (*proposed[slot], None)
-            for token, logprob, other in zip(tokens[slot], logprobs[slot], equal, strict=False):
+            candidates = (*proposals[slot], None)
+            for token, logprob, proposal in zip(
+                tokens[slot], logprobs[slot], candidates, strict=False
+            ):
                 row.cached += 1
                 chunk = self._append(row, token, logprob, likeliest[slot])
-                if chunk or token != other:
+                if chunk or token != proposal:
                     break
                 accepted += 1
-            if proposed[slot]:
+            if proposals[slot]:
                 self.speculated["accepted"] += accepted
-                self._length.verified(accepted, rejected=other is not None and token != other)
+                self._length.verified(accepted, rejected=proposal is not None and token != proposal)
             if chunk:
-                ended[row.id] = chunk
-        self._leave(ended)
+                last_chunks[row.id] = chunk
+        self._leave(last_chunks)
         return 1
 
-    def _steps_unread(self, most: int) -> int:
-        """Return how many steps to launch before the host reads their tokens, up to ``most``.
+    def _steps_unread(self, limit: int) -> int:
+        """Return how many steps to launch before the host reads their tokens, up to ``limit``.
 
         One if the host must see each token: because an end frees a slot for a waiting row, for stop
         strings, for proposals, and for rows with different sampling. At most the tokens left to any
@@ -358,10 +362,10 @@ class TorchEngine(Engine):
         if self._most_unread == 1 or self._waiting or self._proposer or (stop and stop.strings):
             return 1
         for row in rows:
-            own = row.sampling
-            if not row.ready or own.stop or not own.like(self._sampling):
+            sampling = row.sampling
+            if not row.ready or sampling.stop or not sampling.like(self._sampling):
                 return 1
-        return min(most, self._most_unread, *(row.tokens_left for row in rows))
+        return min(limit, self._most_unread, *(row.tokens_left for row in rows))
 
     def _take_unread(self, count: int, stop_after: int) -> int:
         """Take ``count`` steps, then read their tokens. Return the number of steps that count.
@@ -373,16 +377,18 @@ class TorchEngine(Engine):
         inputs, read = self._inputs([()] * len(rows)), max(row.cached for row in rows) + 1
         replays = self.graphed_steps or 0
         tokens, logprobs = (x.tolist() for x in decode_several(self._steps, inputs, read, count))
-        goes_on = [row.sampling.max_turn_tokens > 0 for row in rows]
-        lengths = until_ends(tokens, self.settings.end_tokens, goes_on, stop_after)
+        continues = [row.sampling.max_turn_tokens > 0 for row in rows]
+        lengths = until_ends(tokens, self.settings.end_tokens, continues, stop_after)
         for step in range(max(lengths)):
-            cached = [r.cached for r, length in zip(rows, lengths, strict=True) if step < length]
-            self.context_tokens += (max(cached) + step + 1) * len(cached)
+            cached_tokens = [
+                r.cached for r, length in zip(rows, lengths, strict=True) if step < length
+            ]
+            self.context_tokens += (max(cached_tokens) + step + 1) * len(cached_tokens)
         for row, length in zip(rows, lengths, strict=True):
             row.cached += length
         slots = {row.id: slot for slot, row in enumerate(rows)}
         for length in sorted(set(lengths)):
-            ended = {}
+            last_chunks = {}
             for row in reversed(self._rows):
                 slot = slots[row.id]
                 if lengths[slot] == length:
@@ -390,53 +396,53 @@ class TorchEngine(Engine):
                     row.logprobs += logprobs[slot][: length - 1]
                     newest = tokens[slot][length - 1], logprobs[slot][length - 1]
                     if chunk := self._append(row, *newest):
-                        ended[row.id] = chunk
-            self._leave(ended)
+                        last_chunks[row.id] = chunk
+            self._leave(last_chunks)
         if isinstance(self._steps, GraphedDecode):
             self._steps.replays = min(self._steps.replays, replays + max(lengths))
         return max(lengths)
 
-    def _leave(self, ended: Mapping[int, Chunk]) -> None:
+    def _leave(self, last_chunks: Mapping[int, Chunk]) -> None:
         """Free the slots of rows that ended in a step, or whose turn ended."""
         for slot in reversed(range(len(self._rows))):  # a vacated slot takes the last row
             row = self._rows[slot]
-            if not (chunk := ended.get(row.id)):
+            if not (chunk := last_chunks.get(row.id)):
                 continue
             if chunk.finish is FinishReason.TURN:
                 self._park(slot)
             elif self._proposer:
                 self._proposer.ended(row)
             self._vacate(slot)
-        self._done += sorted(ended.values(), key=lambda chunk: chunk.rollout_id)
-        if any(chunk.finish is FinishReason.TURN for chunk in ended.values()):
+        self._done += sorted(last_chunks.values(), key=lambda chunk: chunk.rollout_id)
+        if any(chunk.finish is FinishReason.TURN for chunk in last_chunks.values()):
             self._bound_kept()
 
     def _proposed(self) -> Sequence[Sequence[int]]:
         """Propose tokens for each row, but none while many rows decode or some need prefill."""
         rows, config = self._rows, self._config
-        few = len(rows) <= config.speculative_rows and all(row.ready for row in rows)
-        if self._proposer and few:
+        few_rows = len(rows) <= config.speculative_rows and all(row.ready for row in rows)
+        if self._proposer and few_rows:
             self.speculated["eligible"] += len(rows)
-            if most := self._length.next(len(rows)):
-                return self._proposer.propose(rows, most)
+            if count := self._length.next(len(rows)):
+                return self._proposer.propose(rows, count)
         return [()] * len(rows)
 
-    def _inputs(self, proposed: Sequence[Sequence[int]]) -> StepInputs:
-        most, idle = max(map(len, proposed)), self._cache.capacity
-        if most:
+    def _inputs(self, proposals: Sequence[Sequence[int]]) -> StepInputs:
+        width, idle = max(map(len, proposals)), self._cache.capacity
+        if width:
             if self._graphed:  # graphs have a fixed width
-                most = self._config.speculative_tokens
-            self.speculated["proposed"] += most * len(proposed)
+                width = self._config.speculative_tokens
+            self.speculated["proposed"] += width * len(proposals)
         ids = []
         positions = []
         seeds = []
         draws = []
-        for row, tokens in zip(self._rows, proposed, strict=True):
-            rest, first = most - len(tokens), row.cached if row.ready else idle
-            ids.append([row.tokens[-1], *tokens] + [0] * rest)
-            positions.append([*range(first, first + len(tokens) + 1)] + [idle] * rest)
-            seeds.append([row.seed] * (most + 1))
-            draws.append([*range(row.generated, row.generated + most + 1)])
+        for row, tokens in zip(self._rows, proposals, strict=True):
+            padding, first = width - len(tokens), row.cached if row.ready else idle
+            ids.append([row.tokens[-1], *tokens] + [0] * padding)
+            positions.append([*range(first, first + len(tokens) + 1)] + [idle] * padding)
+            seeds.append([row.seed] * (width + 1))
+            draws.append([*range(row.generated, row.generated + width + 1)])
         return StepInputs(*torch.tensor((ids, positions, seeds, draws), device=self.device))
 
     def _park(self, slot: int) -> None:
@@ -455,11 +461,11 @@ class TorchEngine(Engine):
         parked rows. So an engine needs at most twice the memory of its slots on the device, and as
         much as the slots on the host, however many episodes wait.
         """
-        kept = [r for r in (*reversed(self._waiting), *self._parked.values()) if r.kv]
-        longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in kept), default=0)
+        cached_rows = [r for r in (*reversed(self._waiting), *self._parked.values()) if r.kv]
+        longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in cached_rows), default=0)
         room = self._slots * max(self._cache.capacity, longest)  # slots grow for incoming rows
-        for here in (True, False):
-            rows = [r for r in kept if r.kv and (r.kv.device == self.device) is here]
+        for on_device in (True, False):
+            rows = [r for r in cached_rows if r.kv and (r.kv.device == self.device) is on_device]
             excess = sum(row.cached for row in rows) - room
             for row in rows:
                 if excess <= 0:
@@ -484,24 +490,24 @@ def pick_prefill(
     - Of rows with the same prompt, all but the first wait until it is prefilled under the current
       weights.
     """
-    picked: list[int] = []
-    taken = {
+    slots: list[int] = []
+    prompts = {
         row.prompt
         for row in rows
         if row.cached and len(row.prompt) > 1 and row.cache_version == version
     }
     width = 0
-    left = {slot: len(rows[slot].tokens) - 1 - rows[slot].cached for slot in pending}
-    for slot in sorted(pending, key=lambda s: -left[s]):
+    lengths = {slot: len(rows[slot].tokens) - 1 - rows[slot].cached for slot in pending}
+    for slot in sorted(pending, key=lambda s: -lengths[s]):
         row = rows[slot]
-        if row.cached == 0 and row.prompt in taken:
+        if row.cached == 0 and row.prompt in prompts:
             continue
-        width = width or min(left[slot], budget)
-        if picked and ((len(picked) + 1) * width > budget or 2 * left[slot] < width):
+        width = width or min(lengths[slot], budget)
+        if slots and ((len(slots) + 1) * width > budget or 2 * lengths[slot] < width):
             break
-        if picked and (row.cached == 0) != (rows[picked[0]].cached == 0):
+        if slots and (row.cached == 0) != (rows[slots[0]].cached == 0):
             continue
         if row.cached == 0 and len(row.prompt) > 1:
-            taken.add(row.prompt)
-        picked.append(slot)
-    return picked
+            prompts.add(row.prompt)
+        slots.append(slot)
+    return slots

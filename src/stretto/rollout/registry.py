@@ -22,10 +22,10 @@ def engine_of(rollout: RolloutConfig) -> type[Engine]:
 def choose(config: Config) -> tuple[EngineName, str]:
     """Return the engine that ``rollout.engine = "auto"`` selects on GPUs, and the reason."""
     version = installed()
-    beside = [role for p in config.cluster.processes if LEARNER in p.roles for role in p.roles]
+    roles = [role for p in config.cluster.processes if LEARNER in p.roles for role in p.roles]
     if not config.runtime_kind.has_processes:
         return "torch", f"with runtime = '{config.runtime}' it reads the learner's own weights"
-    if any(role.startswith("generator") for role in beside):
+    if any(role.startswith("generator") for role in roles):
         return "torch", "generators in the learner's processes read its weights"
     if config.rollout.engine_args:
         return "torch", "rollout.engine_args are its own"

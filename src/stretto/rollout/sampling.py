@@ -62,8 +62,8 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered = logits.sort(-1, descending=True).values
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # probability of all likelier entries
-        left_out = before >= max(top_p, torch.finfo(p.dtype).tiny)  # never the likeliest, if 0
-        border = ordered.masked_fill(left_out, torch.inf).amin(-1, keepdim=True)
+        mask = before >= max(top_p, torch.finfo(p.dtype).tiny)  # never the likeliest, if 0
+        border = ordered.masked_fill(mask, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < border, -torch.inf)
     return logits
 
@@ -86,8 +86,8 @@ def sample(
         logits = truncate(logits, top_k, top_p)
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()  # in place: new pages cost more
     tokens, total = _invert(weights, u)
-    chosen = weights.gather(1, tokens[:, None])[:, 0]
-    return tokens, chosen.log() - total.log().float()
+    token_weights = weights.gather(1, tokens[:, None])[:, 0]
+    return tokens, token_weights.log() - total.log().float()
 
 
 def top_logprobs(
@@ -117,8 +117,8 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     total = ends[:, -1]
     block, rest = _first_above(ends, u * total)
     inner = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
-    within, _ = _first_above(inner, rest)
-    return block * BLOCK + within, total
+    offset, _ = _first_above(inner, rest)
+    return block * BLOCK + offset, total
 
 
 def _first_above(ends: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

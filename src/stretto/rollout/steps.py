@@ -57,8 +57,8 @@ class ModelPass(CachedPass):
         """Sample the token after each one of slots 0..n. Return tokens and log-probs [n, q]."""
         logits = self.logits(inputs.ids, inputs.positions, read)
         config, u = self.config, uniform(inputs.seeds, inputs.draws).flatten()
-        found = sample(logits.flatten(0, 1), u, config.temperature, config.top_k, config.top_p)
-        tokens, logprobs = (x.view_as(inputs.ids) for x in found)
+        samples = sample(logits.flatten(0, 1), u, config.temperature, config.top_k, config.top_p)
+        tokens, logprobs = (x.view_as(inputs.ids) for x in samples)
         return tokens, logprobs
 
     def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
@@ -90,13 +90,13 @@ def decode_several(
     Takes the inputs [n, 1] of the first step, without idle rows. Returns tokens and
     log-probabilities [n, count].
     """
-    found = []
+    step_outputs = []
     for step in range(count):
         newest, logprobs = steps.decode(inputs, read + step)
-        found.append((newest.clone(), logprobs.clone()))  # because graph replays reuse both
+        step_outputs.append((newest.clone(), logprobs.clone()))  # because graph replays reuse both
         inputs = StepInputs(newest, inputs.positions + 1, inputs.seeds, inputs.draws + 1)
-    tokens, of_tokens = zip(*found, strict=True)
-    return torch.cat(tokens, 1), torch.cat(of_tokens, 1)
+    tokens, token_logprobs = zip(*step_outputs, strict=True)
+    return torch.cat(tokens, 1), torch.cat(token_logprobs, 1)
 
 
 def until_ends(
@@ -109,10 +109,10 @@ def until_ends(
     finished (0: no limit). Rows that continue after an end do not count as finished.
     """
     lengths, finishes = [], []
-    for row, more in zip(tokens, goes_on, strict=True):
+    for row, continues in zip(tokens, goes_on, strict=True):
         end = next((n for n, token in enumerate(row, 1) if token in end_tokens), None)
         lengths.append(len(row) if end is None else end)
-        if end is not None and not more:
+        if end is not None and not continues:
             finishes.append(end)
     if 0 < stop_after <= len(finishes):
         last = sorted(finishes)[stop_after - 1]
@@ -129,18 +129,18 @@ def decode_each(
     u, tokens = uniform(seeds, draws), torch.empty_like(ids)
     logprobs = torch.empty(len(tokens), device=tokens.device)
     likeliest: list[TopLogprobs | None] = [None] * len(samplings)
-    alike: dict[tuple[float, int, float], list[int]] = {}
+    slots_by_distribution: dict[tuple[float, int, float], list[int]] = {}
     for slot, sampling in enumerate(samplings):
-        alike.setdefault(sampling.distribution, []).append(slot)
-    for distribution, slots in alike.items():
+        slots_by_distribution.setdefault(sampling.distribution, []).append(slot)
+    for distribution, slots in slots_by_distribution.items():
         at = torch.tensor(slots, device=tokens.device)
-        if most := max(samplings[slot].top_logprobs for slot in slots):
-            found = top_logprobs(logits[at], most, *distribution)
-            for slot, row in zip(slots, found, strict=True):
-                if asked := samplings[slot].top_logprobs:
-                    likeliest[slot] = row[:asked]
-        tokens[at], sampled = sample(logits[at], u[at], *distribution)
-        logprobs[at] = sampled.float()
+        if max_count := max(samplings[slot].top_logprobs for slot in slots):
+            top_rows = top_logprobs(logits[at], max_count, *distribution)
+            for slot, row in zip(slots, top_rows, strict=True):
+                if count := samplings[slot].top_logprobs:
+                    likeliest[slot] = row[:count]
+        tokens[at], row_logprobs = sample(logits[at], u[at], *distribution)
+        logprobs[at] = row_logprobs.float()
     return tokens.tolist(), logprobs.tolist(), likeliest
 
 
@@ -150,9 +150,9 @@ def decoder(
     """Return a model's passes over a slot cache and its decode steps (CUDA graphs if enabled).
     Raises EngineError if the model computes other results over slots.
     """
-    own = ModelPass(model, SlotCache(2), config)
+    probe = ModelPass(model, SlotCache(2), config)
     with torch.inference_mode():
-        check_cache(own, own.next_logits, own.head.logits)
+        check_cache(probe, probe.next_logits, probe.head.logits)
     passes = ModelPass(model, cache, config)
     backend = backend_of(passes.device)
     if config.cuda_graphs and backend.graphs:
@@ -184,13 +184,13 @@ class GraphedDecode:
 
     def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
         tokens, logprobs = self._replayed(
-            lambda *given: self._model.decode(StepInputs(*given[:4]), given[4]), inputs, read
+            lambda *args: self._model.decode(StepInputs(*args[:4]), args[4]), inputs, read
         )
         return tokens, logprobs
 
     def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
         return self._replayed(
-            lambda *given: (self._model.next_logits(*given),), (ids, positions), read
+            lambda *args: (self._model.next_logits(*args),), (ids, positions), read
         )[0]
 
     def _replayed(

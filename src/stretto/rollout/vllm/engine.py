@@ -135,9 +135,9 @@ class VllmEngine(Engine):
         self._make_idle()
         rows = [row.tolist() for row in sequences]
         prefixes = [row[:at] for row in rows for at in range(1, len(row))]
-        following = [token for row in rows for token in row[1:]]
-        found = self._requests.logprobs(prefixes, following)
-        return found.reshape(len(rows), -1)
+        next_tokens = [token for row in rows for token in row[1:]]
+        logprobs = self._requests.logprobs(prefixes, next_tokens)
+        return logprobs.reshape(len(rows), -1)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -178,8 +178,8 @@ class VllmEngine(Engine):
         seed = stream_seed(*(row.sampling.seed or (self.settings.seed, row.id)))
         if not self._requests.seeds_positions:  # otherwise its first random numbers would repeat
             seed = stream_seed(seed, row.generated)
-        left = replace(row.sampling, max_new_tokens=row.tokens_left)
-        self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, left)
+        sampling = replace(row.sampling, max_new_tokens=row.tokens_left)
+        self._requests.add(row.request, row.tokens, row.salt, seed % SEEDS, sampling)
 
     def _withdraw(self, rows: Iterable[RequestRow]) -> None:
         running = [row for row in rows if row.request]
@@ -209,32 +209,32 @@ class VllmEngine(Engine):
                 "rollouts of an engine that was lost; it must be started again",
                 code="weights-asleep",
             )
-        if waking := [each for each in self._resting if each in memory]:
-            self._requests.wake(waking)
-            self._resting = tuple(each for each in self._resting if each not in memory)
+        if parts := [part for part in self._resting if part in memory]:
+            self._requests.wake(parts)
+            self._resting = tuple(part for part in self._resting if part not in memory)
 
     def _step(self) -> bool:
         if not self._requests.busy:
             raise EngineError(
                 f"vLLM has no request left, and rollouts {sorted(self._held)} go on", "no-requests"
             )
-        ended, advanced = [], False
+        chunks, advanced = [], False
         for output in self._requests.step():
             row = self._by_request[output.request]
             if row.unread:
                 self.prefilled_tokens += row.unread - output.cached
                 row.unread = 0
             if chunk := self._take(row, output):
-                ended.append(chunk)
+                chunks.append(chunk)
             advanced |= bool(output.tokens)
-        self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
+        self._done += sorted(chunks, key=lambda chunk: chunk.rollout_id)
         return advanced
 
     def _take(self, row: RequestRow, output: Output) -> Chunk | None:
-        nothing: list[TopLogprobs | None] = [None] * len(output.tokens)
-        likeliest = output.top_logprobs or nothing
-        found = zip(output.tokens, output.logprobs, likeliest, strict=True)
-        for token, logprob, top_logprobs in found:
+        blanks: list[TopLogprobs | None] = [None] * len(output.tokens)
+        likeliest = output.top_logprobs or blanks
+        sampled_tokens = zip(output.tokens, output.logprobs, likeliest, strict=True)
+        for token, logprob, top_logprobs in sampled_tokens:
             self.context_tokens += len(row.tokens)
             if chunk := self._append(row, token, logprob, top_logprobs):
                 break
@@ -279,8 +279,8 @@ class _FileNames:
     def _revert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        found: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
-        return found
+        file_tensors: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
+        return file_tensors
 
 
 class FullWeights:
@@ -289,11 +289,11 @@ class FullWeights:
     adapters, lora_rank = "", 0
 
     def __init__(self, model: nn.Module) -> None:
-        trained = trained_names(model)
-        named = dict(model.named_parameters())
-        self._shapes = {n: tuple(p.shape) for n, p in named.items()}
-        self._still = {n: final(p) for n, p in named.items() if n not in trained}
-        self._running, self._as_in_files = RunningFingerprint(named), _FileNames(model)
+        trainable = trained_names(model)
+        parameters = dict(model.named_parameters())
+        self._shapes = {n: tuple(p.shape) for n, p in parameters.items()}
+        self._still = {n: final(p) for n, p in parameters.items() if n not in trainable}
+        self._running, self._as_in_files = RunningFingerprint(parameters), _FileNames(model)
 
     def tensors(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in chain(self._still.items(), self._full(arriving)):
@@ -304,21 +304,21 @@ class FullWeights:
         return self._running.mark()
 
     def _full(self, arriving: Mapping[str, Tensor | TensorPart]) -> Iterator[tuple[str, Tensor]]:
-        begun: dict[str, Tensor] = {}
-        left: dict[str, int] = {}
+        buffers: dict[str, Tensor] = {}
+        elements_left: dict[str, int] = {}
         for name, part in arriving.items():
             tensor, to = part if isinstance(part, TensorPart) else (part, ())
             shape = self._shapes[name]
             if tensor.shape == shape:
                 yield name, tensor.clone()  # its buffer is reused
                 continue
-            if name not in begun:
-                begun[name] = tensor.new_empty(shape)
-                left[name] = math.prod(shape)
-            begun[name][to] = tensor
-            left[name] -= tensor.numel()
-            if not left[name]:
-                yield name, begun.pop(name)
+            if name not in buffers:
+                buffers[name] = tensor.new_empty(shape)
+                elements_left[name] = math.prod(shape)
+            buffers[name][to] = tensor
+            elements_left[name] -= tensor.numel()
+            if not elements_left[name]:
+                yield name, buffers.pop(name)
 
 
 class MergedWeights:
@@ -342,19 +342,19 @@ class MergedWeights:
         return fingerprint_of(self._model)
 
     def _below(self) -> Iterator[tuple[str, Tensor]]:
-        inside = self._model.get_base_model()
-        layers = {n: m for n, m in inside.named_modules() if hasattr(m, "get_delta_weight")}
-        for name, weight in inside.named_parameters():
+        base_model = self._model.get_base_model()
+        layers = {n: m for n, m in base_model.named_modules() if hasattr(m, "get_delta_weight")}
+        for name, weight in base_model.named_parameters():
             layer, _, tail = name.rpartition(".base_layer.")
             if tail == "weight" and layer in layers:
                 yield from self._as_in_files(f"{layer}.weight", self._sum(layers[layer], weight))
             elif ".lora_" not in name:
-                plain = name.replace(".base_layer.", ".")
-                yield from self._as_in_files(plain, weight.detach().clone())
+                file_name = name.replace(".base_layer.", ".")
+                yield from self._as_in_files(file_name, weight.detach().clone())
 
     def _sum(self, layer: Any, weight: Tensor) -> Tensor:
-        found = (a for a in layer.active_adapters if a in layer.scaling)
-        delta: Tensor = sum(layer.get_delta_weight(adapter).float() for adapter in found)
+        adapters = (a for a in layer.active_adapters if a in layer.scaling)
+        delta: Tensor = sum(layer.get_delta_weight(adapter).float() for adapter in adapters)
         return (weight.float() + delta).to(weight.dtype)
 
 

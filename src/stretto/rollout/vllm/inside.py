@@ -76,13 +76,13 @@ class ChannelTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the tensors layer by layer."""
         try:
-            loaded = self.model.load_weights(iter(update_info.tensors))
+            loaded_names = self.model.load_weights(iter(update_info.tensors))
         except BaseException:
             # Otherwise the next update would find half-loaded layers.
             self.finish_weight_update()
             raise
-        known = loaded is not None and not self.model_config.quantization
-        if known and (missing := self._wanted - loaded):
+        can_check = loaded_names is not None and not self.model_config.quantization
+        if can_check and (missing := self._wanted - loaded_names):
             self.finish_weight_update()
             raise EngineError(
                 f"vLLM's {type(self.model).__name__} has weights that the learner's model does not "
@@ -150,6 +150,6 @@ def forget_shared_memory() -> None:
     """Unlink vLLM's shared memory, including its queues, once all ranks have mapped it."""
     dist.barrier()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        _, found, name = line.partition("/dev/shm/")
-        if found and (name.startswith("psm_") or any(own in name for own in _names)):
+        _, separator, name = line.partition("/dev/shm/")
+        if separator and (name.startswith("psm_") or any(shm_name in name for shm_name in _names)):
             Path("/dev/shm", name).unlink(missing_ok=True)

@@ -70,18 +70,18 @@ class Output(NamedTuple):
 
 def check_version() -> None:
     """Warn of an untested vLLM. Refuse a missing or too old one."""
-    found = installed()
-    if found is None:
+    release = installed()
+    if release is None:
         raise MissingExtraError("vllm", "vllm", "rollout.engine = 'vllm'")
-    if found < OLDEST:
+    if release < OLDEST:
         raise ConfigError(
-            f"vLLM {found} is installed, and rollout.engine = 'vllm' needs {OLDEST} or newer, "
+            f"vLLM {release} is installed, and rollout.engine = 'vllm' needs {OLDEST} or newer, "
             "whose weight transfer it uses; install that, or set rollout.engine = 'torch'",
             "old-vllm",
         )
-    if found >= UNTESTED:
+    if release >= UNTESTED:
         warnings.warn(
-            f"vLLM {found} is not tested with this version of Stretto, which was written for "
+            f"vLLM {release} is not tested with this version of Stretto, which was written for "
             f"{OLDEST}; the probe after each weight sync says if its weights are the learner's",
             stacklevel=2,
         )
@@ -114,16 +114,16 @@ def open_requests(
     from stretto.rollout.vllm.inside import RankExecutor, forget_shared_memory, register
 
     register()
-    of_group = arguments["distributed_executor_backend"] == "external_launcher"
+    external = arguments["distributed_executor_backend"] == "external_launcher"
     try:
         engine = LLMEngine(
             vllm_config=EngineArgs(**arguments).create_engine_config(),
-            executor_class=RankExecutor if of_group else UniProcExecutor,
+            executor_class=RankExecutor if external else UniProcExecutor,
             log_stats=False,
         )
-        opened = LlmRequests(engine, settings, kv_bytes_per_token)
-        opened.logprobs([[1]], [1])  # kernels may reject a model's sizes on first use
-        if of_group:
+        requests = LlmRequests(engine, settings, kv_bytes_per_token)
+        requests.logprobs([[1]], [1])  # kernels may reject a model's sizes on first use
+        if external:
             forget_shared_memory()
     except Exception as error:
         raise EngineError(
@@ -131,15 +131,15 @@ def open_requests(
             "rollout.engine_args and at the log of the process, or set rollout.engine = 'torch'",
             "vllm-not-started",
         ) from error
-    return opened
+    return requests
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an engine argument in :data:`OURS`."""
-    if taken := OURS.intersection(options):
+    if conflicts := OURS.intersection(options):
         raise ConfigError(
-            f"rollout.engine_args sets '{min(taken)}', which follows from other settings or must "
-            "be as it is for rollouts that are decoded in chunks; leave it out",
+            f"rollout.engine_args sets '{min(conflicts)}', which follows from other settings or "
+            "must be as it is for rollouts that are decoded in chunks; leave it out",
             "engine-arg-not-free",
         )
 
@@ -158,10 +158,10 @@ def _prepare_environment(settings: EngineSettings) -> None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     os.environ["RANK"] = str(dist.get_rank() if dist.is_initialized() else 0)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        given = os.environ.get(name, "")
-        if settings.rollout.engine_args.get("enable_sleep_mode") and _GROWING in given:
+        allocator_conf = os.environ.get(name, "")
+        if settings.rollout.engine_args.get("enable_sleep_mode") and _GROWING in allocator_conf:
             # vLLM refuses it in sleep mode. Set in torch too, which has already read it.
-            os.environ[name] = given.replace(_GROWING, "expandable_segments:False")
+            os.environ[name] = allocator_conf.replace(_GROWING, "expandable_segments:False")
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     on_gpu = settings.device.type == "cuda"
     os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if on_gpu else 0)
@@ -248,13 +248,13 @@ class LlmRequests:
     def step(self) -> Sequence[Output]:
         """Run one iteration."""
         outputs = []
-        for found in self._engine.step():
-            (new,) = found.outputs
+        for output in self._engine.step():
+            (new,) = output.outputs
             logprobs, likeliest = _logprobs(new.logprobs)
-            ended = str(new.finish_reason) if found.finished else ""
-            cached = found.num_cached_tokens or 0
+            reason = str(new.finish_reason) if output.finished else ""
+            cached = output.num_cached_tokens or 0
             tokens = new.token_ids
-            outputs.append(Output(found.request_id, tokens, logprobs, cached, ended, likeliest))
+            outputs.append(Output(output.request_id, tokens, logprobs, cached, reason, likeliest))
         return outputs
 
     @property
@@ -264,25 +264,31 @@ class LlmRequests:
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
         """Return log-probs [n] of a token after each prefix, at the run's temperature."""
         self._probes += 1
-        asked = {"max_tokens": 1, "logprobs": 1, "temperature": self._settings.rollout.temperature}
+        options = {
+            "max_tokens": 1,
+            "logprobs": 1,
+            "temperature": self._settings.rollout.temperature,
+        }
         for i, (prefix, token) in enumerate(zip(prefixes, tokens, strict=True)):
             name = f"{self._probes}.{i}"
-            self._add(f"probe.{name}", prefix, f"probe {name}", logprob_token_ids=[token], **asked)
-        found = np.zeros(len(tokens), np.float32)
+            self._add(
+                f"probe.{name}", prefix, f"probe {name}", logprob_token_ids=[token], **options
+            )
+        logprobs = np.zeros(len(tokens), np.float32)
         while self.busy:
             for output in self._engine.step():
                 place = int(output.request_id.rpartition(".")[2])
-                found[place] = output.outputs[0].logprobs.logprobs[-1]  # after the sampled one's
-        return found
+                logprobs[place] = output.outputs[0].logprobs.logprobs[-1]  # after the sampled one's
+        return logprobs
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, adapters: str = "") -> None:
         """Load full tensors, named as in the model's files, then the adapters of a folder."""
-        coming = iter(tensors)
-        if first := next(coming, None):
-            tell = self._engine.collective_rpc
-            tell("start_weight_update")
-            tell("update_weights", args=({"tensors": chain([first], coming)},))
-            tell("finish_weight_update")
+        remaining = iter(tensors)
+        if first := next(remaining, None):
+            call = self._engine.collective_rpc
+            call("start_weight_update")
+            call("update_weights", args=({"tensors": chain([first], remaining)},))
+            call("finish_weight_update")
         if adapters:
             from vllm.lora.request import LoRARequest
 
@@ -297,7 +303,7 @@ class LlmRequests:
     def wake(self, what: Sequence[Literal["weights", "kv_cache"]]) -> None:
         self._engine.wake_up(list(what))
 
-    def _add(self, request: str, tokens: Sequence[int], salt: str, **given: Any) -> None:
+    def _add(self, request: str, tokens: Sequence[int], salt: str, **options: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -306,21 +312,21 @@ class LlmRequests:
             detokenize=False,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
-            **given,
+            **options,
         )
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
         self._engine.add_request(request, prompt, parameters, lora_request=self._lora)
 
 
-def _logprobs(found: Any) -> tuple[Sequence[float], Sequence[TopLogprobs]]:
+def _logprobs(flat_logprobs: Any) -> tuple[Sequence[float], Sequence[TopLogprobs]]:
     """Return log-probs of the sampled tokens, and of the likeliest ones if requested."""
-    if found is None:
+    if flat_logprobs is None:
         return (), ()
-    starts, ends = found.start_indices, found.end_indices
-    sampled = [found.logprobs[start] for start in starts]
-    if len(found.logprobs) == len(starts):
+    starts, ends = flat_logprobs.start_indices, flat_logprobs.end_indices
+    sampled = [flat_logprobs.logprobs[start] for start in starts]
+    if len(flat_logprobs.logprobs) == len(starts):
         return sampled, ()
-    pairs = list(zip(found.token_ids, found.logprobs, strict=True))
+    pairs = list(zip(flat_logprobs.token_ids, flat_logprobs.logprobs, strict=True))
     places = zip(starts, ends, strict=True)
     return sampled, [
         [pair for pair in pairs[start + 1 : end] if pair[1] > -math.inf] for start, end in places
