@@ -71,8 +71,11 @@ class Logprobs:
             "tokens": texts,
             "token_logprobs": piece.logprobs,
             "top_logprobs": [
-                {self._token(token): logprob for token, logprob in (*top, (sampled, own))}
-                for sampled, own, top in _places(piece)
+                {
+                    self._token(token): logprob
+                    for token, logprob in (*top, (sampled, sampled_logprob))
+                }
+                for sampled, sampled_logprob, top in _places(piece)
             ],
             "text_offset": offsets,
         }
@@ -85,12 +88,14 @@ def _places(piece: Piece) -> list[tuple[int, float, TopLogprobs]]:
 
 def token_logprobs(piece: Piece) -> list[dict[str, Any]]:
     """Return vLLM's form: the sampled token first among the likeliest."""
-    found = []
+    entries = []
     for token, logprob, top in _places(piece):
-        own = _entry(token, logprob)
-        others = [_entry(t, x) for t, x in top if t != token]
-        found.append({**own, "top_logprobs": [own, *others] if top else []})
-    return found
+        sampled_entry = _entry(token, logprob)
+        other_entries = [_entry(t, x) for t, x in top if t != token]
+        entries.append(
+            {**sampled_entry, "top_logprobs": [sampled_entry, *other_entries] if top else []}
+        )
+    return entries
 
 
 def _entry(token: int, logprob: float) -> dict[str, Any]:
@@ -115,5 +120,5 @@ def sent(message: Message, *, streamed: bool = False) -> dict[str, Any]:
 
 
 def received(message: Mapping[str, Any]) -> Message:
-    received: Any = {**message, "content": message.get("content") or ""}
-    return with_parsed_arguments(received)
+    turn: Any = {**message, "content": message.get("content") or ""}
+    return with_parsed_arguments(turn)

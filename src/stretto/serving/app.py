@@ -112,19 +112,19 @@ class _Call:
             text, finish = self.texts[number], chunk.finish
             tokens = chunk.tokens.tolist()
             end = next((i for i, t in enumerate(tokens, 1) if t in self.stop_ids), None)
-            taken = text.add(tokens[:end])
-            if text.stopped_by is not None or taken == end:
+            count = text.add(tokens[:end])
+            if text.stopped_by is not None or count == end:
                 self.stream.abort(number)
                 finish = FinishReason.STOP
-            new, offset = text.take(last=finish is not None), offsets[number]
-            offsets[number] += len(new)
+            new_text, offset = text.take(last=finish is not None), offsets[number]
+            offsets[number] += len(new_text)
             yield Piece(
                 number,
-                new,
-                chunk.tokens[:taken].tolist(),
-                chunk.logprobs[:taken].tolist(),
-                list(chunk.top_logprobs[:taken]),
-                [chunk.version] * taken,
+                new_text,
+                chunk.tokens[:count].tolist(),
+                chunk.logprobs[:count].tolist(),
+                list(chunk.top_logprobs[:count]),
+                [chunk.version] * count,
                 finish,
                 text.stopped_by,
                 chunk.start,
@@ -202,9 +202,9 @@ class Server:
 
     def _guarded(self, answer: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
         async def guarded(http: HttpRequest) -> Response:
-            given = http.headers.get("authorization", "")
-            given = given[7:] if given[:7].lower() == "bearer " else given
-            if self._key and not compare_digest(given.encode("latin-1"), self._key.encode()):
+            token = http.headers.get("authorization", "")
+            token = token[7:] if token[:7].lower() == "bearer " else token
+            if self._key and not compare_digest(token.encode("latin-1"), self._key.encode()):
                 raise ApiError("this server needs its API key", 401, "invalid_api_key")
             try:
                 response: Response = await answer(http)
@@ -253,8 +253,8 @@ class Server:
         limits = Limits(client.most, longest, longest * self._widest, note)
 
         def work() -> tuple[R, P]:
-            asked = parsed(kind, read_json(raw, limits), limits)
-            return asked, prompts(asked)
+            request = parsed(kind, read_json(raw, limits), limits)
+            return request, prompts(request)
 
         slow = kind is ChatRequest or len(raw) > INLINE  # the first chat probes the template
         return await asyncio.to_thread(work) if slow else work()
@@ -264,59 +264,63 @@ class Server:
             raise ApiError("the model has no chat template; it takes /v1/completions")
         client = self._client(http)
         prompts = partial(self._chat_prompt, client)
-        asked, (turns, prompt, own) = await self._read(http, ChatRequest, prompts)
-        tools, stop = asked.offered, asked.stop or ()
-        most = asked.max_completion_tokens or asked.max_tokens
+        request, (turns, prompt, arguments) = await self._read(http, ChatRequest, prompts)
+        tools, stop = request.offered, request.stop or ()
+        max_tokens = request.max_completion_tokens or request.max_tokens
 
         def message(piece: Piece) -> Message:
             if not tools:
                 return Message(role="assistant", content=piece.text)
-            ended = piece.finish is FinishReason.STOP
-            bridge = self._bridges.of(tools, own)
-            told = bridge.parse(piece.tokens, ended=ended, tools=tools).message
-            told["content"] = before_stop(told["content"], stop if ended else ())
-            return told
+            is_stopped = piece.finish is FinishReason.STOP
+            bridge = self._bridges.of(tools, arguments)
+            turn = bridge.parse(piece.tokens, ended=is_stopped, tools=tools).message
+            turn["content"] = before_stop(turn["content"], stop if is_stopped else ())
+            return turn
 
-        def choice(piece: Piece, whole: bool) -> dict[str, Any]:
-            if asked.likeliest is None:
+        def choice(piece: Piece, is_complete: bool) -> dict[str, Any]:
+            if request.likeliest is None:
                 logprobs = None
             else:
                 logprobs = {"content": self._logprobs.chat_logprobs(piece), "refusal": None}
             said: dict[str, Any] = {}
-            if piece.text or whole or tools:
-                said = sent(message(piece), streamed=not whole)
+            if piece.text or is_complete or tools:
+                said = sent(message(piece), streamed=not is_complete)
             finish = "tool_calls" if said.get("tool_calls") else piece.finish
-            key = "message" if whole else "delta"
-            if whole:
+            key = "message" if is_complete else "delta"
+            if is_complete:
                 said = {"role": "assistant", **said, "refusal": None}
-            found = {"index": piece.index, "finish_reason": finish}
-            return {**found, key: said, "logprobs": logprobs, **_ids(asked, piece)}
+            fields = {"index": piece.index, "finish_reason": finish}
+            return {**fields, key: said, "logprobs": logprobs, **_ids(request, piece)}
 
         def said(piece: Piece) -> None:
             if isinstance(client, Session):
-                told = received({"role": "assistant", **sent(message(piece))})
-                client.said(turns, tools, told, prompt, piece.tokens)
+                turn = received({"role": "assistant", **sent(message(piece))})
+                client.said(turns, tools, turn, prompt, piece.tokens)
 
-        kind = "chat.completion" + (".chunk" if asked.stream else "")
+        kind = "chat.completion" + (".chunk" if request.stream else "")
         form = _Form(choice, "chatcmpl-", kind, said, whole=bool(tools))
-        return await self._answer(http, asked, [prompt], most, form)
+        return await self._answer(http, request, [prompt], max_tokens, form)
 
     def _chat_prompt(
-        self, client: EngineClient | Session, asked: ChatRequest
+        self, client: EngineClient | Session, request: ChatRequest
     ) -> tuple[Sequence[Message], Sequence[int], Mapping[str, Any]]:
         """Return a conversation, its tokens, and its template arguments."""
-        turns = [received(m.model_dump(exclude_none=True)) for m in asked.messages]
-        tools, own = asked.offered, asked.chat_template_kwargs or {}
+        turns = [received(m.model_dump(exclude_none=True)) for m in request.messages]
+        tools, arguments = request.offered, request.chat_template_kwargs or {}
         try:
             if isinstance(client, Session):
-                held = client.arguments_of(own)
-                return turns, client.prompt(turns, tools), held
+                merged_arguments = client.arguments_of(arguments)
+                return turns, client.prompt(turns, tools), merged_arguments
             if tools:
-                return turns, self._bridges.of(tools, own).prompt(turns, tools)[0], own
+                return turns, self._bridges.of(tools, arguments).prompt(turns, tools)[0], arguments
         except ConfigError as error:  # not possible with this template
             raise ApiError(str(error), 400, "unsupported_parameter", "tools") from error
-        row = TaskRow(tuple(turns), {ARGUMENTS: own})
-        return turns, render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens, own
+        row = TaskRow(tuple(turns), {ARGUMENTS: arguments})
+        return (
+            turns,
+            render(row, TaskConfig(), self._tokenizer, encoder=self._encoder).tokens,
+            arguments,
+        )
 
     async def _complete(self, http: HttpRequest) -> Response:
         plain = TaskConfig(chat="off")
@@ -326,30 +330,30 @@ class Server:
                 return self._checked(p)
             return render(TaskRow(p), plain, self._tokenizer, encoder=self._encoder).tokens
 
-        asked, prompts = await self._read(
-            http, CompletionRequest, lambda asked: [tokens(p) for p in asked.prompt]
+        request, prompts = await self._read(
+            http, CompletionRequest, lambda request: [tokens(p) for p in request.prompt]
         )
         in_session = isinstance(self._client(http), Session)  # the run sets the limit
-        most = asked.max_tokens or (None if in_session else DEFAULT_COMPLETION_TOKENS)
+        max_tokens = request.max_tokens or (None if in_session else DEFAULT_COMPLETION_TOKENS)
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
-            likely = asked.likeliest is not None
+            likely = request.likeliest is not None
             logprobs = self._logprobs.text_logprobs(piece) if likely else None
-            found = {"index": piece.index, "text": piece.text, "logprobs": logprobs}
-            ids = _ids(asked, piece)
+            fields = {"index": piece.index, "text": piece.text, "logprobs": logprobs}
+            ids = _ids(request, piece)
             if ids and not piece.start:
-                prompt = prompts[piece.index // asked.choices]
+                prompt = prompts[piece.index // request.choices]
                 ids["prompt_token_ids"] = list(prompt)
-            return {**found, "finish_reason": piece.finish, **ids}
+            return {**fields, "finish_reason": piece.finish, **ids}
 
         form = _Form(choice, "cmpl-", "text_completion")
-        return await self._answer(http, asked, prompts, most, form)
+        return await self._answer(http, request, prompts, max_tokens, form)
 
     async def _generate(self, http: HttpRequest) -> Response:
-        asked, prompt = await self._read(
-            http, GenerateRequest, lambda asked: self._checked(asked.token_ids)
+        request, prompt = await self._read(
+            http, GenerateRequest, lambda request: self._checked(request.token_ids)
         )
-        params = asked.sampling_params
+        params = request.sampling_params
 
         def choice(piece: Piece, _: bool) -> dict[str, Any]:
             logprobs = None if params.likeliest is None else {"content": token_logprobs(piece)}
@@ -358,33 +362,33 @@ class Server:
                 end = start + len(list(run))
                 spans.append({"version": str(version), "start": start, "end": end})
                 start = end
-            found = {"index": piece.index, "token_ids": piece.tokens, "logprobs": logprobs}
-            ended = {"finish_reason": piece.finish, "stop_reason": piece.stopped_by}
-            return {**found, **ended, "weight_versions": spans}
+            fields = {"index": piece.index, "token_ids": piece.tokens, "logprobs": logprobs}
+            ending = {"finish_reason": piece.finish, "stop_reason": piece.stopped_by}
+            return {**fields, **ending, "weight_versions": spans}
 
-        return await self._answer(http, asked, [prompt], params.max_tokens, _Form(choice))
+        return await self._answer(http, request, [prompt], params.max_tokens, _Form(choice))
 
     async def _answer(
         self,
         http: HttpRequest,
-        asked: ChatRequest | CompletionRequest | GenerateRequest,
+        request: ChatRequest | CompletionRequest | GenerateRequest,
         prompts: Sequence[Sequence[int]],
-        most: int | None,
+        max_tokens: int | None,
         form: _Form,
     ) -> Response:
-        """Submit a request. Without ``most``, an answer may fill the rest of the context."""
-        client, options = self._client(http), asked.options
+        """Submit a request. Without ``max_tokens``, an answer may fill the rest of the context."""
+        client, options = self._client(http), request.options
         in_session = isinstance(client, Session)
-        self._check_model(client, asked.model)
+        self._check_model(client, request.model)
         requests = [
-            Request(p, options.sampling(i, most or _room(client, p)))
+            Request(p, options.sampling(i, max_tokens or _room(client, p)))
             for i, p in enumerate(p for p in prompts for _ in range(options.choices))
         ]
         stop = list(options.stop or ())
         if isinstance(client, Session):
             stop += client.stop
             client.note(["stop_token_ids"] if options.stop_token_ids else [])
-        name = asked.request_id or f"{form.prefix}{uuid.uuid4().hex}"
+        name = request.request_id or f"{form.prefix}{uuid.uuid4().hex}"
         about: dict[str, Any] = {"created": int(time.time()), "model": self._name}
         if form.kind:
             fingerprint = self._label(client.version)
@@ -396,7 +400,7 @@ class Server:
         if isinstance(client, Session):
             client.answers.append(name)
         call = _Call(
-            asked=asked,
+            asked=request,
             prompts=prompts,
             stream=stream,
             texts=texts,
@@ -406,7 +410,7 @@ class Server:
             whole=form.whole,
             stop_ids=() if in_session else frozenset(options.stop_token_ids or ()),
         )
-        if asked.stream:
+        if request.stream:
             return _EventStream(self._events(call), stream)
         with closing(stream):
             return await unless_gone(http, self._whole(call))
@@ -420,7 +424,7 @@ class Server:
                 call.said(answer)
 
         def body() -> str:
-            found = {
+            fields = {
                 **call.about,
                 "choices": [call.choice(answer, True) for answer in answers],
                 "usage": _usage(call, [len(answer.tokens) for answer in answers]),
@@ -429,7 +433,7 @@ class Server:
             }
             # In pieces, so that other threads can run in between.
             encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-            return "".join(encoder.iterencode(found))
+            return "".join(encoder.iterencode(fields))
 
         likely = call.asked.options.likeliest
         entries = 0 if likely is None else (likely + 1) * sum(len(a.tokens) for a in answers)
@@ -437,11 +441,11 @@ class Server:
         return Response(content, media_type="application/json")
 
     async def _events(self, call: _Call) -> AsyncIterator[str]:
-        asked, counts = call.asked, [0] * len(call.texts)
-        tokens = isinstance(asked, GenerateRequest) or bool(asked.return_token_ids)
-        details = tokens or asked.options.likeliest is not None
+        request, counts = call.asked, [0] * len(call.texts)
+        tokens = isinstance(request, GenerateRequest) or bool(request.return_token_ids)
+        details = tokens or request.options.likeliest is not None
         first = _prompt_ids(call)
-        if isinstance(asked, ChatRequest):
+        if isinstance(request, ChatRequest):
             opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
             for index in range(len(call.texts)):
                 choice = {"index": index, **opening, "finish_reason": None}
@@ -467,7 +471,7 @@ class Server:
         except EngineError as error:
             yield _event(of_engine(error).body)
         else:
-            if asked.with_usage:
+            if request.with_usage:
                 yield _event({**call.about, "choices": [], "usage": _usage(call, counts)})
         yield "data: [DONE]\n\n"
 
@@ -478,9 +482,9 @@ class Server:
         return {"system_fingerprint": self._label(max(versions))}
 
     def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        known = len(self._tokenizer)
-        if wrong := [t for t in tokens if not 0 <= t < known]:
-            message = f"token ids are from 0 to {known - 1}; got {wrong[0]}"
+        vocabulary_size = len(self._tokenizer)
+        if wrong := [t for t in tokens if not 0 <= t < vocabulary_size]:
+            message = f"token ids are from 0 to {vocabulary_size - 1}; got {wrong[0]}"
             raise ApiError(message, code="invalid_prompt")
         return tuple(tokens)
 
@@ -491,8 +495,8 @@ def _room(client: EngineClient | Session, prompt: Sequence[int]) -> int:
     return max(client.longest - len(prompt), 1)
 
 
-def _ids(asked: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]:
-    return {"token_ids": piece.tokens} if asked.return_token_ids else {}
+def _ids(request: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]:
+    return {"token_ids": piece.tokens} if request.return_token_ids else {}
 
 
 def _prompt_ids(call: _Call) -> dict[str, Any]:
@@ -503,8 +507,12 @@ def _prompt_ids(call: _Call) -> dict[str, Any]:
 
 
 def _usage(call: _Call, counts: Sequence[int]) -> dict[str, int]:
-    read, written = sum(map(len, call.prompts)), sum(counts)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    prompt_tokens, completion_tokens = sum(map(len, call.prompts)), sum(counts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def _event(body: Mapping[str, Any]) -> str:

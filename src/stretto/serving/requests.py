@@ -111,9 +111,9 @@ class Limits(NamedTuple):
         """Raise ApiError for prompts that can never fit, or for too many answers."""
         for prompt in prompts:
             is_text = isinstance(prompt, str)
-            most, unit = (self.characters, "characters") if is_text else (self.tokens, "tokens")
-            if len(prompt) > most:
-                message = f"a prompt of {len(prompt)} {unit} cannot fit; the most are {most}"
+            limit, unit = (self.characters, "characters") if is_text else (self.tokens, "tokens")
+            if len(prompt) > limit:
+                message = f"a prompt of {len(prompt)} {unit} cannot fit; the most are {limit}"
                 raise ApiError(f"{message}. Shorten it", 400, "context_length_exceeded")
         if len(prompts) * n > self.answers:
             message = f"{len(prompts)} prompts with n = {n} are more answers than {self.answers}"
@@ -244,10 +244,10 @@ class ChatMessage(_Body):
         """Drop keys without a value. A turn of the assistant may also lack content."""
         if not isinstance(value, dict):
             return value
-        known = {k: v for k, v in value.items() if v not in (None, [])}
+        fields = {k: v for k, v in value.items() if v not in (None, [])}
         if "content" in value or value.get("role") == "assistant":
-            known.setdefault("content", "")
-        return known
+            fields.setdefault("content", "")
+        return fields
 
     @field_validator("content", mode="before")
     @classmethod
@@ -275,7 +275,9 @@ class ChatRequest(_Request, Options):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _not_reserved(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        arguments = {name: own for name, own in (value or {}).items() if own is not None}
+        arguments = {
+            name: argument for name, argument in (value or {}).items() if argument is not None
+        }
         if why := wrong_arguments(arguments):
             raise ValueError(why)
         return arguments
@@ -362,8 +364,8 @@ R = TypeVar("R", ChatRequest, CompletionRequest, GenerateRequest)
 def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
     """Parse a body. Raises ApiError if it is not JSON, or too much to parse."""
     values = raw.count(b"{") + raw.count(b"[") + raw.count(b'"') // 2
-    if values > (most := max(MOST_VALUES, limits.tokens)):
-        raise ApiError(f"the body has {values} lists, objects and texts; the most are {most}", 413)
+    if values > (limit := max(MOST_VALUES, limits.tokens)):
+        raise ApiError(f"the body has {values} lists, objects and texts; the most are {limit}", 413)
     try:
         body = parse(raw)
     except ValueError as error:
@@ -397,15 +399,15 @@ def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
 
 def _known(body: Mapping[str, Any], kind: type[_Body], limits: Limits) -> dict[str, Any]:
     """Return a request's supported fields. Refuse all others, or note them in an episode."""
-    kept: dict[str, Any] = {}
-    noted = []
+    fields: dict[str, Any] = {}
+    ignored_names = []
     for name, value in body.items():
         neutral = value is None or name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ())
         is_field = name in kind.model_fields
         if neutral or (is_field and name not in NEUTRAL):
-            kept |= {name: value} if is_field and value is not None else {}
+            fields |= {name: value} if is_field and value is not None else {}
         elif limits.note:
-            noted.append(name)
+            ignored_names.append(name)
         elif name in NEUTRAL:
             raise ApiError(
                 f"'{name}' is not supported; leave it out", 400, "unsupported_parameter", name
@@ -413,6 +415,6 @@ def _known(body: Mapping[str, Any], kind: type[_Body], limits: Limits) -> dict[s
         else:
             message = f"'{name}' is not supported, and would be without effect; leave it out"
             raise ApiError(message, 400, "unknown_parameter", name)
-    if noted and limits.note:
-        limits.note(noted)
-    return kept
+    if ignored_names and limits.note:
+        limits.note(ignored_names)
+    return fields

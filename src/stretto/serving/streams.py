@@ -114,10 +114,10 @@ class AsyncEngine:
         if self._failure:
             raise self._failure
         for tokens, sampling in requests:
-            if (whole := len(tokens) + sampling.max_new_tokens) > self.longest:
+            if (total := len(tokens) + sampling.max_new_tokens) > self.longest:
                 raise EngineError(
                     f"a prompt of {len(tokens)} tokens and an answer of up to "
-                    f"{sampling.max_new_tokens} are {whole} tokens, and the longest sequence has "
+                    f"{sampling.max_new_tokens} are {total} tokens, and the longest sequence has "
                     f"{self.longest}",
                     "context-length",
                 )
@@ -199,15 +199,15 @@ class _Stream:
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
         while self._numbers:
-            found = await self.queue.get()
-            if isinstance(found, EngineError):
-                raise found
-            number = self._numbers.get(found.rollout_id)
+            event = await self.queue.get()
+            if isinstance(event, EngineError):
+                raise event
+            number = self._numbers.get(event.rollout_id)
             if number is None:  # aborted meanwhile
                 continue
-            if found.finish:
-                del self._numbers[found.rollout_id]
-            yield number, found
+            if event.finish:
+                del self._numbers[event.rollout_id]
+            yield number, event
 
     def abort(self, number: int) -> None:
         id_ = self._ids[number]

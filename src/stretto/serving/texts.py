@@ -49,20 +49,20 @@ class GrowingText:
         text = self._decoded(self._tokens[self._start :])
         if len(text) <= len(before) or (text.endswith(_UNFINISHED) and not last):
             return
-        known = len(self._text)
+        old_length = len(self._text)
         self._text += text[len(before) :]
         self._start, self._read = self._read, len(self._tokens)
-        found = [
+        matches = [
             (at, string)
             for string in self._stop
-            if (at := self._text.find(string, max(0, known - len(string) + 1))) >= 0
+            if (at := self._text.find(string, max(0, old_length - len(string) + 1))) >= 0
         ]
-        if found:
-            at, self.stopped_by = min(found)
+        if matches:
+            at, self.stopped_by = min(matches)
             self._text = self._text[:at]
             return
         for i, (string, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
-            self._begun[i] = _matched(string, borders, self._text[known:], self._begun[i])
+            self._begun[i] = _matched(string, borders, self._text[old_length:], self._begun[i])
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
