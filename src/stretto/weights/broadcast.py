@@ -40,8 +40,8 @@ class WeightSender(SharedChannel):
         self._begun: dict[tuple[str, int], Any] = {}  # device work that produced each version
 
     def divide(self, model: str, trained: Mapping[str, FullParameter], layout: ShardLayout) -> None:
-        own = [layout.own(trained, rank) for rank in range(layout.ranks)]
-        self._sources[model] = own, {name: full.dtype for name, full in trained.items()}
+        bounds_by_rank = [layout.own(trained, rank) for rank in range(layout.ranks)]
+        self._sources[model] = bounds_by_rank, {name: full.dtype for name, full in trained.items()}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors for their followers and drop the oldest versions."""
@@ -58,13 +58,13 @@ class WeightSender(SharedChannel):
     def send(self, ref: WeightsRef, route: Route) -> str:
         """Send this rank's parts of a ticket's tensors and return their checksum mark."""
         (plan, sources), tensors = self._planned(ref), self.kept(ref)
-        own = sources[route.rank]
+        rank_bounds = sources[route.rank]
 
         def tensor_of(part: PackedTensor) -> Tensor:
-            return tensors[part.name][within(part.bounds, own[part.name])]
+            return tensors[part.name][within(part.bounds, rank_bounds[part.name])]
 
-        begun = self._begun.get((ref.model, ref.version))
-        return self._transfers.send(route, plan, tensor_of, begun)
+        device_work = self._begun.get((ref.model, ref.version))
+        return self._transfers.send(route, plan, tensor_of, device_work)
 
     def _planned(self, ref: WeightsRef) -> tuple[BucketPlan, Sequence[Mapping[str, Bounds]]]:
         if ref.model in self._sources:
@@ -129,11 +129,11 @@ class WeightReceiver:
     def _receive(self, route: Route) -> Iterator[tuple[str, TensorPart]]:
         sums: list[list[Tensor]] = [[] for _ in range(self._count)]
         for part, tensor in self._transfers.receive(route, self._plan, sums):
-            own = self._own[part.name]
-            if common := overlap(part.bounds, own):
+            bounds = self._own[part.name]
+            if common := overlap(part.bounds, bounds):
                 yield (
                     part.name,
-                    TensorPart(tensor[within(common, part.bounds)], within(common, own)),
+                    TensorPart(tensor[within(common, part.bounds)], within(common, bounds)),
                 )
         self.mark = " ".join(map(combined, sums))
 

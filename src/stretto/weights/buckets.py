@@ -50,11 +50,11 @@ def size_of(bucket: Bucket) -> int:
 
 def segments(bucket: Bucket) -> dict[int, slice]:
     """Return the byte range in a bucket of each source that sends any."""
-    found: dict[int, slice] = {}
+    ranges: dict[int, slice] = {}
     for part in bucket:
-        first = found.get(part.source, slice(part.start, 0))
-        found[part.source] = slice(first.start, _aligned(part.end))
-    return {source: place for source, place in found.items() if place.start < place.stop}
+        first = ranges.get(part.source, slice(part.start, 0))
+        ranges[part.source] = slice(first.start, _aligned(part.end))
+    return {source: place for source, place in ranges.items() if place.start < place.stop}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class BucketPlan:
         bucket are cut by rows.
         """
         parts = (
-            cut
+            piece
             for name, dtype in dtypes.items()
             for source, bounds in enumerate(sources)
             if name in bounds
-            for cut in _by_rows(PackedTensor(name, bounds[name], dtype, source), bucket_bytes)
+            for piece in _by_rows(PackedTensor(name, bounds[name], dtype, source), bucket_bytes)
         )
         return cls(_filled(parts, bucket_bytes))
 
@@ -122,11 +122,11 @@ def _filled(parts: Iterable[PackedTensor], bucket_bytes: int) -> tuple[Bucket, .
 
 
 def _placed(parts: list[PackedTensor]) -> Bucket:
-    found: list[PackedTensor] = []
+    bucket: list[PackedTensor] = []
     for part in sorted(parts, key=lambda part: part.source):
-        start = _aligned(found[-1].end) if found else 0
-        found.append(replace(part, start=start, end=start + part.nbytes))
-    return tuple(found)
+        start = _aligned(bucket[-1].end) if bucket else 0
+        bucket.append(replace(part, start=start, end=start + part.nbytes))
+    return tuple(bucket)
 
 
 def _by_rows(part: PackedTensor, bucket_bytes: int) -> Iterator[PackedTensor]:
@@ -154,8 +154,8 @@ def pack(bucket: Bucket, tensor_of: Callable[[PackedTensor], Tensor], flat: Tens
 def checksum(flat: Tensor) -> Tensor:
     """Return a number [] that distinguishes bytes [n] from almost all others, at memory speed."""
     words = flat.view(torch.int64)
-    whole = len(words) // _BLOCK * _BLOCK
-    sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().view(1)])
+    full_size = len(words) // _BLOCK * _BLOCK
+    sums = torch.cat([words[:full_size].view(-1, _BLOCK).sum(1), words[full_size:].sum().view(1)])
     places = torch.arange(1, 2 * len(sums), 2, device=flat.device)  # odd, so that no bit is lost
     return (sums * places).sum()
 

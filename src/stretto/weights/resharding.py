@@ -72,7 +72,9 @@ class Resharding:
         buckets = BucketPlan.of(empty, bucket_bytes).buckets
         self._names = [{tensor.name for tensor in bucket} for bucket in buckets]
         self._sent = shards.own(wholes, self._rank)
-        self._held = {name: slices.bounds(whole, self._rank) for name, whole in wholes.items()}
+        self._held = {
+            name: slices.bounds(parameter, self._rank) for name, parameter in wholes.items()
+        }
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
         tensors = self._sender.kept(ref)
@@ -80,9 +82,11 @@ class Resharding:
 
     def _receive(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, TensorPart]]:
         for names in self._names:
-            came = ((t, _viewed(t, flat)) for t, flat in self._exchange(tensors, names))
-            own = ((t, self._part(tensors, t)) for t in self._of(self._rank, self._rank, names))
-            for transfer, tensor in chain(came, own):
+            remote_parts = ((t, _viewed(t, flat)) for t, flat in self._exchange(tensors, names))
+            local_parts = (
+                (t, self._part(tensors, t)) for t in self._of(self._rank, self._rank, names)
+            )
+            for transfer, tensor in chain(remote_parts, local_parts):
                 yield (
                     transfer.name,
                     TensorPart(tensor, within(transfer.box, self._held[transfer.name])),
@@ -91,26 +95,26 @@ class Resharding:
     def _exchange(
         self, tensors: Mapping[str, Tensor], names: set[str]
     ) -> list[tuple[SliceTransfer, Tensor]]:
-        posted, kept = list[dist.P2POp](), list[Tensor]()
-        came = list[tuple[SliceTransfer, Tensor]]()
-        for other in range(dist.get_world_size()):
-            if other == self._rank:
+        operations, send_buffers = list[dist.P2POp](), list[Tensor]()
+        arrivals = list[tuple[SliceTransfer, Tensor]]()
+        for peer in range(dist.get_world_size()):
+            if peer == self._rank:
                 continue
-            if out := self._of(self._rank, other, names):
-                parts = [self._part(tensors, transfer).contiguous() for transfer in out]
+            if outgoing := self._of(self._rank, peer, names):
+                parts = [self._part(tensors, transfer).contiguous() for transfer in outgoing]
                 flat = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
                 del parts
-                kept.append(flat)
-                posted.append(dist.P2POp(dist.isend, flat, other))
-            if into := self._of(other, self._rank, names):
-                sizes = [transfer.size for transfer in into]
+                send_buffers.append(flat)
+                operations.append(dist.P2POp(dist.isend, flat, peer))
+            if incoming := self._of(peer, self._rank, names):
+                sizes = [transfer.size for transfer in incoming]
                 flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-                posted.append(dist.P2POp(dist.irecv, flat, other))
-                came += zip(into, flat.split(sizes), strict=True)
-        if posted:
-            for work in dist.batch_isend_irecv(posted):
+                operations.append(dist.P2POp(dist.irecv, flat, peer))
+                arrivals += zip(incoming, flat.split(sizes), strict=True)
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        return came
+        return arrivals
 
     def _of(self, source: int, target: int, names: set[str]) -> list[SliceTransfer]:
         return [t for t in self._between[source, target] if t.name in names]
@@ -122,8 +126,8 @@ class Resharding:
 
 def _viewed(transfer: SliceTransfer, flat: Tensor) -> Tensor:
     # A view with another dtype needs aligned bytes.
-    own = flat.clone() if flat.storage_offset() % transfer.dtype.itemsize else flat
-    return own.view(transfer.dtype).view(shape(transfer.box))
+    buffer = flat.clone() if flat.storage_offset() % transfer.dtype.itemsize else flat
+    return buffer.view(transfer.dtype).view(shape(transfer.box))
 
 
 def transfers(
@@ -134,8 +138,8 @@ def transfers(
     target: int,
 ) -> list[SliceTransfer]:
     """Return the transfers from a rank that holds a shard to a rank that needs a slice."""
-    shared = (
+    overlaps = (
         (name, overlap(box, slices.bounds(wholes[name], target)))
         for name, box in shards.own(wholes, source).items()
     )
-    return [SliceTransfer(name, box, wholes[name].dtype) for name, box in shared if box]
+    return [SliceTransfer(name, box, wholes[name].dtype) for name, box in overlaps if box]

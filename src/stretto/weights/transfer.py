@@ -64,21 +64,21 @@ def choose_wires(
     """Choose each follower's transport, with the reason. One NCCL communicator serves all followers
     that have GPUs of their own, as it must not contain a GPU twice.
     """
-    here = [place.device_id for place in sources]
-    taken, found = set(here), dict[str, tuple[Wire, str]]()
-    alone = "" not in here and len(taken) == len(here)
+    source_ids = [place.device_id for place in sources]
+    in_use, wires = set(source_ids), dict[str, tuple[Wire, str]]()
+    distinct = "" not in source_ids and len(in_use) == len(source_ids)
     for name, places in followers.items():
-        there = [place.device_id for place in places]
-        if "" in there or "" in here:
-            found[name] = "gloo", "it works on a CPU" if "" in there else "the learner is on a CPU"
-        elif alone and set(there) <= set(here):
-            found[name] = "ipc", "it shares the learner's GPUs"
-        elif alone and taken.isdisjoint(there) and len(set(there)) == len(there):
-            taken.update(there)
-            found[name] = "nccl", "it has GPUs of its own"
+        ids = [place.device_id for place in places]
+        if "" in ids or "" in source_ids:
+            wires[name] = "gloo", "it works on a CPU" if "" in ids else "the learner is on a CPU"
+        elif distinct and set(ids) <= set(source_ids):
+            wires[name] = "ipc", "it shares the learner's GPUs"
+        elif distinct and in_use.isdisjoint(ids) and len(set(ids)) == len(ids):
+            in_use.update(ids)
+            wires[name] = "nccl", "it has GPUs of its own"
         else:
-            found[name] = "gloo", "it shares a GPU with another that gets weights"
-    return found
+            wires[name] = "gloo", "it shares a GPU with another that gets weights"
+    return wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +163,17 @@ class Transfers:
         def read(part: PackedTensor) -> Tensor:
             return self._backend.read_on(self._stream, tensor_of(part))
 
-        sums, under_way = list[Tensor](), dict[int, list[Any]]()
+        sums, works_by_bucket = list[Tensor](), dict[int, list[Any]]()
         with self._group(route) as group, self._backend.on(self._stream, begun):
             buffers = group.buffers(plan.largest)
             for i, bucket in enumerate(plan.buckets):
-                group.wait(under_way.pop(i - 2, []))
+                group.wait(works_by_bucket.pop(i - 2, []))
                 flat = buffers[i % 2][: size_of(bucket)]
-                if own := segments(bucket).get(route.rank):
+                if segment := segments(bucket).get(route.rank):
                     pack(tuple(p for p in bucket if p.source == route.rank), read, flat)
-                    sums.append(checksum(flat[own]))
-                under_way[i] = group.exchange(flat, bucket)
-            for works in under_way.values():
+                    sums.append(checksum(flat[segment]))
+                works_by_bucket[i] = group.exchange(flat, bucket)
+            for works in works_by_bucket.values():
                 group.wait(works)
             group.finish()
             return combined(sums)
@@ -186,16 +186,16 @@ class Transfers:
         """
         with self._group(route) as group:
             buffers = group.buffers(plan.largest)
-            coming = dict[int, list[Any]]()
+            works_by_bucket = dict[int, list[Any]]()
 
             def ask(i: int) -> None:
-                if i < len(plan.buckets) and i not in coming:
+                if i < len(plan.buckets) and i not in works_by_bucket:
                     flat = buffers[i % 2][: size_of(plan.buckets[i])]
-                    coming[i] = group.exchange(flat, plan.buckets[i])
+                    works_by_bucket[i] = group.exchange(flat, plan.buckets[i])
 
             for i, bucket in enumerate(plan.buckets):
                 ask(i)
-                group.wait(coming.pop(i))
+                group.wait(works_by_bucket.pop(i))
                 if group.reads_ahead:
                     ask(i + 1)  # into the other buffer, which has been read
                 flat = buffers[i % 2][: size_of(bucket)]
@@ -328,9 +328,9 @@ class _Group:
         options._timeout = timedelta(days=1)
         with _WITHOUT_WATCHDOG:
             group: Any = dist.ProcessGroupNCCL(store, self.route.rank, size, options)
-        connected = Thread(target=_connect, args=(group, self._device), daemon=True)
-        connected.start()  # in a thread, because it cannot be interrupted
-        self._poll(lambda: not connected.is_alive())
+        thread = Thread(target=_connect, args=(group, self._device), daemon=True)
+        thread.start()  # in a thread, because it cannot be interrupted
+        self._poll(lambda: not thread.is_alive())
         group._set_sequence_number_for_group()
         return group
 
@@ -379,8 +379,8 @@ class _IpcGroup(_Group):
             ):
                 self._store.set(f"memory/{self.route.rank}/{size}/{i}", exported(buffer))
             return self._opened
-        (beside,) = self.route.beside
-        keys = [f"memory/{beside}/{size}/{i}" for i in range(2)]
+        (source,) = self.route.beside
+        keys = [f"memory/{source}/{size}/{i}" for i in range(2)]
         self._await(keys)
         try:
             self._opened = [opened(self._store.get(key), self._device) for key in keys]
