@@ -105,8 +105,8 @@ def generate(
     samples = options.samples_per_prompt
     with ExitStack() as stack:
         tools = Tools(environment, encoder, stack, options.stop) if environment else None
-        how: Any = {"encoder": encoder, "render": tools.render if tools else None}
-        prompts = [render(row, task, tokenizer, i, **how) for i, row in enumerate(rows)]
+        render_options: Any = {"encoder": encoder, "render": tools.render if tools else None}
+        prompts = [render(row, task, tokenizer, i, **render_options) for i, row in enumerate(rows)]
         rollouts = [Rollout(p.id * samples + i, p, p.id) for p in prompts for i in range(samples)]
         longest = max(len(prompt.tokens) for prompt in prompts)
         if tools and environment:
@@ -127,9 +127,9 @@ def generate(
 def _typed(config: ModelConfig) -> ModelConfig:
     if config.dtype == "auto":
         with working(on_stderr, "trying which type is faster"):
-            dtype, because = fastest_dtype(pick_device(config.device))
+            dtype, reason = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
-        on_stderr(f"computing in {kind}: {because}; `model.dtype` takes another")
+        on_stderr(f"computing in {kind}: {reason}; `model.dtype` takes another")
     return config
 
 

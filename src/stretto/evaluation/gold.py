@@ -49,16 +49,16 @@ def open_gold(
     Raises ConfigError if the source has another form, or its function cannot be used, TaskError if
     the task has no verifier, and ModelError if the model cannot be loaded or has no scalar head.
     """
-    parsed = reward_source(source)
-    if parsed.kind.is_model:
-        loaded = load_reward_model(factory.config.model, parsed.model, on_stderr)
-        return factory.reward_scorer(source, tokenizer, loaded, ends=ends)
-    if not parsed.kind.named:
+    reward = reward_source(source)
+    if reward.kind.is_model:
+        model = load_reward_model(factory.config.model, reward.model, on_stderr)
+        return factory.reward_scorer(source, tokenizer, model, ends=ends)
+    if not reward.kind.named:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task', 'file.py:name' or 'model:NAME'",
             "no-reward-source",
         )
-    return factory.open_function(parsed, columns, tokenizer, stack)
+    return factory.open_function(reward, columns, tokenizer, stack)
 
 
 def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:

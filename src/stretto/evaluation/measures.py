@@ -327,11 +327,11 @@ def _drift(
         limit: tokens of a micro-batch.
     """
     model = load_actor(sft, on_stderr)
-    at_one, as_sampled = _logprob_sums(model, rollouts, (1.0, temperature), limit)
-    kls = [policy - reference for policy, reference in zip(sums, as_sampled, strict=True)]
+    sums_at_one, sums_as_sampled = _logprob_sums(model, rollouts, (1.0, temperature), limit)
+    kls = [policy - reference for policy, reference in zip(sums, sums_as_sampled, strict=True)]
     return KlToSft(
         sft=sft.name,
-        perplexity=math.exp(-math.fsum(at_one) / sum(r.sampled_tokens for r in rollouts)),
+        perplexity=math.exp(-math.fsum(sums_at_one) / sum(r.sampled_tokens for r in rollouts)),
         kl=fmean(kls),
         standard_error=standard_error(kls),
     )
@@ -414,13 +414,13 @@ def open_held_out(
 def describe_rows(task: TaskConfig, seed: int) -> str:
     """Describe a task's rows for people."""
     if task.is_procedural:
-        where = f"{task.name}, seed {seed}"
+        rows_text = f"{task.name}, seed {seed}"
     elif format_of(task.name):
-        where = task.name
+        rows_text = task.name
     else:
-        where = f"{task.name}, split '{task.split}'"
+        rows_text = f"{task.name}, split '{task.split}'"
     share = task.held_out_share
-    return f"{where}; the {share:.0%} of its prompts that are held out" if share else where
+    return f"{rows_text}; the {share:.0%} of its prompts that are held out" if share else rows_text
 
 
 def questions(
@@ -489,16 +489,16 @@ def questions(
         training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
         sampled_ids = islice(training.ids(), ceil_div(responses, r.samples_per_prompt))
         warmup_ids = islice(training.ids(backwards=True), trained.warmup_examples)
-        seen = {content(training.row_by_id(i)) for i in chain(sampled_ids, warmup_ids)}
+        training_contents = {content(training.row_by_id(i)) for i in chain(sampled_ids, warmup_ids)}
     except TaskError as error:
         return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
-    overlap_count, total = sum(asks in seen for asks in contents), len(contents)
+    overlap_count, total = sum(asks in training_contents for asks in contents), len(contents)
     description = (
         f"{overlap_count} of {total} prompts ({overlap_count / total:.1%}) are asked in training"
     )
-    none = f"none of {total} prompts is asked in training"
+    no_overlap = f"none of {total} prompts is asked in training"
     return prompts, {
         **facts,
         "overlap": overlap_count / total,
-        "seen": description if overlap_count else none,
+        "seen": description if overlap_count else no_overlap,
     }

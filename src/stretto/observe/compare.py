@@ -45,12 +45,12 @@ class VariantResult:
     @classmethod
     def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
         """Make the result from a run's records."""
-        trained = Counter(r.step for r in run.rollouts if r.state == "trained")
+        sample_counts = Counter(r.step for r in run.rollouts if r.state == "trained")
         times_s = {step: at_s for step, at_s in run.times_s().items() if step}
         metrics = [m for m in run.metrics if m["step"]]  # step 0 is an evaluation before training
         total_s = max(times_s.values(), default=0.0)
         busy = {s.role: s.busy_s / total_s for s in shares(run) if total_s}
-        samples = [trained[step] for step in times_s]
+        samples = [sample_counts[step] for step in times_s]
         return cls(variant, seed, list(times_s.values()), samples, metrics, busy)
 
     def column(self, metric: str) -> list[float]:
@@ -180,11 +180,11 @@ class _Figure:
             means.append(f"{self.write(average(numbers))}{note}" if numbers else missing)
             low, high = (self.write(f(numbers)) if numbers else "" for f in (min, max))
             ranges.append(f"{low}..{high}" if low != high else "")
-            wide = interval and interval.low < interval.high
+            has_width = interval and interval.low < interval.high
             low, high = map(self.write, interval[1:]) if interval else ("", "")
-            intervals.append(f"[{low}, {high}]" if wide else "")
-        below = (("  min..max", ranges), (f"  {_LEVEL_TEXT}", intervals))
-        return [[self.label, *means], *([label, *cells] for label, cells in below if any(cells))]
+            intervals.append(f"[{low}, {high}]" if has_width else "")
+        extras = (("  min..max", ranges), (f"  {_LEVEL_TEXT}", intervals))
+        return [[self.label, *means], *([label, *cells] for label, cells in extras if any(cells))]
 
 
 _RATIO = "{:.2f}".format
@@ -230,10 +230,10 @@ class Comparison:
         for by_seed in self.figures.values():
             for seed, metrics in by_seed.items():
                 for figure in (figure for figure in _FIGURES if figure.over):
-                    top, below = metrics[figure.over], baseline.get(seed, {}).get(figure.over)
+                    top, base = metrics[figure.over], baseline.get(seed, {}).get(figure.over)
                     if figure.of_target:
-                        top, below = below, top
-                    metrics[figure.key] = top / below if top and below else None
+                        top, base = base, top
+                    metrics[figure.key] = top / base if top and base else None
 
     @property
     def seeds(self) -> list[int]:

@@ -129,6 +129,6 @@ _shown: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()
 def news(stream: IO[str], headline: str) -> str:
     """Drop lines that the previous headline had too, because a notebook has runs in a row."""
     lines = headline.splitlines()
-    before = _shown.get(stream, ())
+    previous_lines = _shown.get(stream, ())
     _shown[stream] = lines
-    return "\n".join(line for line in lines if line not in before)
+    return "\n".join(line for line in lines if line not in previous_lines)

@@ -95,12 +95,12 @@ class PlainProgress(Progress):
     @contextmanager
     def working(self, what: str, total: int = 0, limit_s: float = inf) -> Iterator[Advance]:
         """Print a line about the work from time to time."""
-        work, printed = WorkProgress(what, total, limit_s=limit_s), False
+        work, has_printed = WorkProgress(what, total, limit_s=limit_s), False
         before_s = _silent_s.get(self._stream, 0.0)
 
         def tell() -> float:
-            nonlocal printed
-            printed = True
+            nonlocal has_printed
+            has_printed = True
             self.note(work.line())
             return work.pause_s
 
@@ -108,7 +108,7 @@ class PlainProgress(Progress):
             with repeated(tell, max(FIRST_S - before_s, SOON_S)):
                 yield work.advance
         finally:
-            if not printed:
+            if not has_printed:
                 _silent_s[self._stream] = _silent_s.get(self._stream, 0.0) + work.took_s
 
 
@@ -122,7 +122,7 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
         training = config.training
         prompts = rollout.batch // rollout.samples_per_prompt
         rewards = ", ".join(short_name(source) for source in config.reward.sources)
-        what = f"{config.algorithm.name} with {config.model.name}"
+        title = f"{config.algorithm.name} with {config.model.name}"
         step = (
             f"{config.steps} steps on {config.task.kind} {config.task.name}, rewards by {rewards}; "
             f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt})"
@@ -135,9 +135,9 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
         pairs = isinstance(config, RewardModelConfig)
         kind = "a reward model" if pairs else "supervised fine-tuning"
         length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
-        what, step = f"{kind} from {config.model.name}", f"{length} on {config.data.name}"
+        title, step = f"{kind} from {config.model.name}", f"{length} on {config.data.name}"
         last = f"a step: {config.batch} {'pairs' if pairs else 'sequences'}"
-    lines = [what + (model and f": {model}"), step, last + (where and f"; {where}")]
+    lines = [title + (model and f": {model}"), step, last + (where and f"; {where}")]
     return "\n".join([*lines, *(f"note: {text}" for text in remarks)])
 
 

@@ -51,8 +51,8 @@ class Recorder(ExitStack):
         self._run, self._progress = run, progress
         self.note = progress.note  # shows a line
         run.trace.note = self.note
-        if torn := run.rewind(resumed_step):
-            self.note(f"dropped a last line that was never finished, of {', '.join(torn)}")
+        if torn_files := run.rewind(resumed_step):
+            self.note(f"dropped a last line that was never finished, of {', '.join(torn_files)}")
         records = run.read_metrics()
         self._time_s = float(records[-1].get("time_s") or 0.0) if records else 0.0
         self._tracing = True
@@ -157,8 +157,8 @@ class Remarks:
                 calls_by_name.setdefault(str(call.get("name")), []).append(call)
         for name, group in calls_by_name.items():
             errors = [str(call["error"]) for call in group if call.get("error")]
-            well = steps if name == "step" else 0
-            if len(errors) == len(group) + well > 1 and name not in self._told:
+            successes = steps if name == "step" else 0
+            if len(errors) == len(group) + successes > 1 and name not in self._told:
                 self._told.add(name)
                 yield f"{name}: {len(errors)} of {len(group)} calls failed. The first: {errors[0]}"
 

@@ -180,8 +180,8 @@ class TrainResult:
         return pd.DataFrame(self.history or {"step": []}).set_index("step")
 
     def _repr_html_(self) -> str:
-        stopped = f", stopped: {self.stopped}" if self.stopped else ""
-        return html_of(self.run_dir, f"{self.steps} steps{stopped}", self.history, self.model)
+        stop_note = f", stopped: {self.stopped}" if self.stopped else ""
+        return html_of(self.run_dir, f"{self.steps} steps{stop_note}", self.history, self.model)
 
 
 class RunDirectory:
@@ -336,9 +336,9 @@ class RunDirectory:
         """Drop the records after ``step``, and unfinished last lines left by a crash. Returns the
         names of the files that had such a line."""
         record_files = (self.metrics_file, self.samples_file, self.rollouts_file)
-        torn = [file.name for file in record_files if records.rewind(file, step)]
+        torn_files = [file.name for file in record_files if records.rewind(file, step)]
         self.trace.rewind(step)
-        return torn
+        return torn_files
 
 
 def _without_episode(record: dict[str, Any]) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class Spans:
         totals: defaultdict[str, float] = defaultdict(float)
         for record in self.records:
             if not record.waits:
-                of = f"{ENVIRONMENT}/" if record.role == ENVIRONMENT else ""
-                totals[f"{of}{record.name}"] += record.end_s - record.start_s
+                prefix = f"{ENVIRONMENT}/" if record.role == ENVIRONMENT else ""
+                totals[f"{prefix}{record.name}"] += record.end_s - record.start_s
         return dict(totals)
 
     def take(self) -> Window:

@@ -39,22 +39,22 @@ class Lanes:
         """Return track names, each with a span. Calls without a free track become consecutive
         spans, at most :data:`FURTHER`, whose attribute ``calls`` is their number. Parts of them
         before the end of the last such span are cut off."""
-        placed: list[tuple[str, Span]] = []
-        beyond: list[Span] = []
+        track_spans: list[tuple[str, Span]] = []
+        overflow: list[Span] = []
         for span in sorted(spans, key=lambda span: span.start_s):
-            free = (i for i, end_s in enumerate(self._ends_s) if end_s <= span.start_s)
-            lane = next(free, None)
+            free_lanes = (i for i, end_s in enumerate(self._ends_s) if end_s <= span.start_s)
+            lane = next(free_lanes, None)
             if lane is None:
-                beyond.append(span)
+                overflow.append(span)
                 continue
             self._ends_s[lane] = span.end_s
-            placed.append((f"{ENVIRONMENT} {lane + 1}" if lane else ENVIRONMENT, span))
-        ends_s = max((span.end_s for span in beyond), default=0.0)
-        for start_s, end_s, count in profile(beyond, self._joined_s, ends_s, FURTHER // 2):
+            track_spans.append((f"{ENVIRONMENT} {lane + 1}" if lane else ENVIRONMENT, span))
+        ends_s = max((span.end_s for span in overflow), default=0.0)
+        for start_s, end_s, count in profile(overflow, self._joined_s, ends_s, FURTHER // 2):
             self._joined_s = end_s
-            joined = Span(ENVIRONMENT, "further calls", start_s, end_s, {"calls": count})
-            placed.append((f"{ENVIRONMENT} {LANES + 1}", joined))
-        return placed
+            merged_span = Span(ENVIRONMENT, "further calls", start_s, end_s, {"calls": count})
+            track_spans.append((f"{ENVIRONMENT} {LANES + 1}", merged_span))
+        return track_spans
 
 
 LANE = re.compile(r" \(lane (\d+)\)$")  # suffix of a role's further track

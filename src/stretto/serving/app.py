@@ -256,8 +256,8 @@ class Server:
             request = parsed(kind, read_json(raw, limits), limits)
             return request, prompts(request)
 
-        slow = kind is ChatRequest or len(raw) > INLINE  # the first chat probes the template
-        return await asyncio.to_thread(work) if slow else work()
+        is_slow = kind is ChatRequest or len(raw) > INLINE  # the first chat probes the template
+        return await asyncio.to_thread(work) if is_slow else work()
 
     async def _chat(self, http: HttpRequest) -> Response:
         if not self._tokenizer.chat_template:
@@ -465,8 +465,8 @@ class Server:
                     piece = answer
                 if piece.text or piece.finish or (details and piece.tokens):
                     choices = [call.choice(piece, False)]
-                    versioned = self._versioned(call, [piece])
-                    yield _event({**call.about, "choices": choices, **versioned, **first})
+                    fingerprint = self._versioned(call, [piece])
+                    yield _event({**call.about, "choices": choices, **fingerprint, **first})
                     first = {}
         except EngineError as error:
             yield _event(of_engine(error).body)
@@ -483,8 +483,8 @@ class Server:
 
     def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
         vocabulary_size = len(self._tokenizer)
-        if wrong := [t for t in tokens if not 0 <= t < vocabulary_size]:
-            message = f"token ids are from 0 to {vocabulary_size - 1}; got {wrong[0]}"
+        if invalid_ids := [t for t in tokens if not 0 <= t < vocabulary_size]:
+            message = f"token ids are from 0 to {vocabulary_size - 1}; got {invalid_ids[0]}"
             raise ApiError(message, code="invalid_prompt")
         return tuple(tokens)
 

@@ -166,17 +166,17 @@ class AsyncEngine:
 
     async def _turn(self) -> None:
         if self._gone:
-            gone, self._gone = self._gone, []
-            self._admitted -= set(gone)
-            await self._generator.release(gone)
+            released_ids, self._gone = self._gone, []
+            self._admitted -= set(released_ids)
+            await self._generator.release(released_ids)
         if self._weights and not self._admitted:
             weights, self._weights = self._weights, None
             await self._generator.load(weights)
             self.version = weights.version
         if self._new and not self._weights:
-            new, self._new = self._new, {}
-            self._admitted |= set(new)
-            await self._generator.admit(list(new.values()))
+            responses, self._new = self._new, {}
+            self._admitted |= set(responses)
+            await self._generator.admit(list(responses.values()))
         if not self._admitted:
             if not (self._gone or self._new or self._weights):
                 self._work.clear()

@@ -45,12 +45,12 @@ class GrowingText:
         return piece
 
     def _extend(self, *, last: bool) -> None:
-        before = self._decoded(self._tokens[self._start : self._read])
+        read_text = self._decoded(self._tokens[self._start : self._read])
         text = self._decoded(self._tokens[self._start :])
-        if len(text) <= len(before) or (text.endswith(_UNFINISHED) and not last):
+        if len(text) <= len(read_text) or (text.endswith(_UNFINISHED) and not last):
             return
         old_length = len(self._text)
-        self._text += text[len(before) :]
+        self._text += text[len(read_text) :]
         self._start, self._read = self._read, len(self._tokens)
         matches = [
             (at, string)

@@ -149,12 +149,12 @@ def fingerprint(data: Mapping[str, Any]) -> str:
 
 def fingerprints(rows: Iterable[Mapping[str, Any]], count: int) -> dict[str, str]:
     """Return fingerprints of ``count`` rows, one each or in blocks (see :func:`fingerprint`)."""
-    size, rest = max(ceil_div(count, BLOCKS), 1), iter(rows)
+    size, row_iterator = max(ceil_div(count, BLOCKS), 1), iter(rows)
     marks = {}
     for first in range(0, count, size):
         last = min(first + size, count) - 1
         digest = hashlib.sha256()
-        for row in islice(rest, last - first + 1):
+        for row in islice(row_iterator, last - first + 1):
             digest.update(_encode(row).encode() + b"\n")
         name = f"row {first}" if first == last else f"rows {first} to {last}"
         marks[name] = f"{SHA256}{digest.hexdigest()[:16]}"
@@ -194,8 +194,8 @@ def extract(response: str, how: Extraction) -> str | None:
     if how == "full":
         return response.strip()
     if how == "answer_tag":
-        tagged = _ANSWER.findall(response)
-        return tagged[-1].strip() if tagged else None
+        answers = _ANSWER.findall(response)
+        return answers[-1].strip() if answers else None
     numbers = _NUMBER.findall(response)
     return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else None
 

@@ -65,9 +65,9 @@ class Encoder:
         self.unread: set[str] = set()
         self._control = _control_tokens(tokenizer, self.arguments)
         self._names = _stand_ins(self._control)
-        spelled = {name: text for text, name in self._names.items()}
-        self._other = self._names | spelled
-        self._plain = {text: text for text in self._names} | spelled
+        spellings = {name: text for text, name in self._names.items()}
+        self._other = self._names | spellings
+        self._plain = {text: text for text in self._names} | spellings
         self._spelling = _any_of(self._names)
         self._either = _any_of(self._other)
         # Text outside the vocabulary becomes the unknown token, which controls nothing.
@@ -166,14 +166,14 @@ class Encoder:
 
         tokenizer = self.tokenizer
         render: Any = render_jinja_template  # its annotations lack the second result
-        rendered, spans = render(
+        texts, spans = render(
             [self._escaped(list(map(with_parsed_arguments, turns)))],
             chat_template=tokenizer.get_chat_template(tools=options.get("tools")),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
             **self._with_arguments(options),
         )
-        ids, places = self.pieces(rendered[0])
+        ids, places = self.pieces(texts[0])
         assistant_mask = [any(a < end and start < b for start, end in spans[0]) for a, b in places]
         return ids, assistant_mask
 
@@ -200,8 +200,8 @@ class Encoder:
         text, run = "", list[int]()
         for i in [*ids, None]:
             if i in self.control_ids or i is None:
-                decoded = self.tokenizer.decode(run, clean_up_tokenization_spaces=False)
-                text += self.escape(str(decoded)) if run else ""
+                run_text = self.tokenizer.decode(run, clean_up_tokenization_spaces=False)
+                text += self.escape(str(run_text)) if run else ""
                 run = []
             if i in self.control_ids:
                 text += self._spellings[i]
@@ -242,10 +242,14 @@ class Encoder:
     @cached_property
     def _behind(self) -> int:
         """Number of special tokens that the tokenizer adds after any text (``add_eos_token``)."""
-        text = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
-        around = list(self.tokenizer("a")["input_ids"])
-        extra = len(around) - len(text)
-        starts = (at for at in range(extra + 1) if text and around[at : at + len(text)] == text)
+        text_ids = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        wrapped_ids = list(self.tokenizer("a")["input_ids"])
+        extra = len(wrapped_ids) - len(text_ids)
+        starts = (
+            at
+            for at in range(extra + 1)
+            if text_ids and wrapped_ids[at : at + len(text_ids)] == text_ids
+        )
         return extra - next(starts, extra)
 
     @cached_property
@@ -341,11 +345,13 @@ def _control_tokens(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> dict[str, int]:
     """Return the ids of tokens that a text must not be able to spell, by spelling."""
-    added = tokenizer.added_tokens_decoder
-    control = {token.content: i for i, token in added.items() if token.special}
+    added_tokens = tokenizer.added_tokens_decoder
+    control = {token.content: i for i, token in added_tokens.items() if token.special}
     special_ids: Any = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     control |= dict(special_ids)
-    plain_ids = {t.content: i for i, t in added.items() if not t.special and t.content.strip()}
+    plain_ids = {
+        t.content: i for i, t in added_tokens.items() if not t.special and t.content.strip()
+    }
     declared_marks = getattr(tokenizer, "chat_control_tokens", None)
     marks = (
         _turn_marks(tokenizer, plain_ids, arguments) if declared_marks is None else declared_marks
@@ -374,8 +380,8 @@ def _stand_ins(control: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     by_length: dict[int, Any] = {}
     for text in control:
-        free = by_length.setdefault(len(text), product(_FIRST, *[_NEXT] * (len(text) - 1)))
-        name = next(free, None)
+        free_names = by_length.setdefault(len(text), product(_FIRST, *[_NEXT] * (len(text) - 1)))
+        name = next(free_names, None)
         if name is None:
             raise ModelError(
                 f"the tokenizer has more special tokens of {len(text)} characters than can be told "

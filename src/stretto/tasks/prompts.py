@@ -202,8 +202,8 @@ class PromptSource:
         return self._rendered(self.row_by_id(prompt_id), self.config, prompt_id)
 
     def _rendered(self, row: TaskRow, config: TaskConfig, prompt_id: int) -> Prompt:
-        how: Any = {"encoder": self.encoder, "render": self.render}
-        return render(row, config, self.tokenizer, prompt_id, **how)
+        render_options: Any = {"encoder": self.encoder, "render": self.render}
+        return render(row, config, self.tokenizer, prompt_id, **render_options)
 
     def demonstration(self, prompt_id: int, what: str) -> Iterator[tuple[Prompt, str]]:
         """Yield the policy's turns in a row's demonstration: the prompt, and the policy's text.
@@ -287,24 +287,24 @@ def _conversation(
     row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Message, ...] | None:
     """Return the row's prompt as messages, with the settings' own, or ``None`` for plain text."""
-    prompt, because = row.prompt, ""
+    prompt, reason = row.prompt, ""
     if not isinstance(prompt, str):
-        because = "the prompt is a list of messages"
+        reason = "the prompt is a list of messages"
     elif config.system:
-        because = f"{section}.system is set"
+        reason = f"{section}.system is set"
     elif config.chat == "on":
-        because = f"{section}.chat = 'on'"
-    if not because and (config.chat == "off" or not tokenizer.chat_template):
+        reason = f"{section}.chat = 'on'"
+    if not reason and (config.chat == "off" or not tokenizer.chat_template):
         return None
     if config.chat == "off":
         raise TaskError(
-            f"{section}.chat = 'off', but {because}, which takes a chat template; set "
+            f"{section}.chat = 'off', but {reason}, which takes a chat template; set "
             f"{section}.chat to 'auto', or use text prompts without a system message",
             "chat-is-off",
         )
     if not tokenizer.chat_template:
         raise TaskError(
-            f"{because}, and the tokenizer has no chat template; use text prompts without "
+            f"{reason}, and the tokenizer has no chat template; use text prompts without "
             f"{section}.system and with {section}.chat = 'off', or a model that was made for chat",
             "no-chat-template",
         )

@@ -321,19 +321,19 @@ class TableTask(Task):
 
     def _checked_rows(self, faults: dict[int, TaskError]) -> Iterator[Row]:
         for index, row in enumerate(self._rows):
-            where = f"{shown_name(self._config.name)}, row {index}"
+            row_name = f"{shown_name(self._config.name)}, row {index}"
             if INDEX_KEY in row:
-                message = f"{where}: the column name '{INDEX_KEY}' is reserved; rename it"
+                message = f"{row_name}: the column name '{INDEX_KEY}' is reserved; rename it"
                 raise TaskError(message, "reserved-column")
             try:
-                with of_row(where):
+                with of_row(row_name):
                     self._check_columns(row)
                     if self._answer_column:
                         self._answer(row)
-                with of_row(f"{where}, column '{self._prompt_column}'"):
+                with of_row(f"{row_name}, column '{self._prompt_column}'"):
                     prompt_of(row, self._prompt_column)
                 if self._shown_column:
-                    with of_row(f"{where}, column '{self._shown_column}'"):
+                    with of_row(f"{row_name}, column '{self._shown_column}'"):
                         as_demonstration(cell_of(row, self._shown_column))
             except TaskError as error:
                 faults[index] = error
@@ -407,14 +407,16 @@ class TableTask(Task):
             return 0.0
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
-        how = self._config.extract
-        return extract(response, how), how != "full"
+        extraction = self._config.extract
+        return extract(response, extraction), extraction != "full"
 
     def _answer(self, row: Row) -> str:
         answer = plain(cell_of(row, self._answer_column))
         if not isinstance(answer, str | int | float) or not str(answer).strip():
-            where = f"the answer in column '{self._answer_column}'"
-            raise TaskError(f"{where} must be text or a number; got {answer!r}", "answer-not-text")
+            cell_name = f"the answer in column '{self._answer_column}'"
+            raise TaskError(
+                f"{cell_name} must be text or a number; got {answer!r}", "answer-not-text"
+            )
         return str(answer)
 
 

@@ -215,8 +215,8 @@ def _samples(runs: Sequence[LoadedRun], after: Sequence[int]) -> list[dict[str, 
             scores = {n: v if isinstance(v, str) else _mean([v]) for n, v in all_scores.items()}
             row = [s["prompt"], s["response"], _mean([s["reward"]]), s["finish"], s["tokens"]]
             episode = {key: s.get(key) for key in ("turns", "pieces", "ended_by")}
-            more = [episode] if episode["turns"] else []
-            by_step.setdefault(s["step"], []).append([*row, scores, *more])
+            extra_cells = [episode] if episode["turns"] else []
+            by_step.setdefault(s["step"], []).append([*row, scores, *extra_cells])
     return _thinned(by_run, SAMPLE_CHARS)
 
 

@@ -122,8 +122,10 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
         step = common[len(common) // 2] if common else 1
     for run in runs:
         if step not in run.steps:
-            has = f"it has {min(run.steps)} to {max(run.steps)}" if run.steps else "it has none"
-            text = f"step {step} is not in the trace of '{run.name}': {has}"
+            step_range = (
+                f"it has {min(run.steps)} to {max(run.steps)}" if run.steps else "it has none"
+            )
+            text = f"step {step} is not in the trace of '{run.name}': {step_range}"
             raise ConfigError(text, "step-not-traced")
     steps = [run.steps[step] for run in runs]
     longest_s = max(s.end_s - s.start_s for s in steps) or 1.0
@@ -132,19 +134,19 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
     kinds = set[str]()
     causes = set[str]()
     y = 8.0
-    for run, traced in zip(runs, steps, strict=True):
+    for run, traced_step in zip(runs, steps, strict=True):
         body.append(
             f'<text class="title" x="16" y="{y + 20:.1f}">{escape(run.name)}'
             f'<tspan class="muted" font-weight="400" dx="10">step {step}, '
-            f"{seconds_text(traced.end_s - traced.start_s)}</tspan></text>"
+            f"{seconds_text(traced_step.end_s - traced_step.start_s)}</tspan></text>"
         )
         y += _HEAD
-        idle, work = waits(traced, run.roles), bars(traced)
+        idle, work = waits(traced_step, run.roles), bars(traced_step)
         causes |= {wait.kind for wait in idle}
         kinds |= {bar.kind for bar in work}
         fills = [(wait, _hatch(wait.kind)) for wait in idle]
         fills += [(bar, style.kind_colour(bar.kind)) for bar in work]
-        body += _tracks(run.roles, fills, traced.start_s, y, scale)
+        body += _tracks(run.roles, fills, traced_step.start_s, y, scale)
         y += _LANE * len(run.roles) + 10
     body += _axis(longest_s, y, scale)
     y += _AXIS
