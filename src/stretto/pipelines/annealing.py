@@ -66,10 +66,10 @@ def make_state(g: Graph, word: Ints) -> State:
         state.rank[order[k]] = k
         state.place[word[k]] = k
     for d in range(g.word_at.size - 1):
-        held = 0
+        memory = 0
         for k in range(g.word_at[d], g.word_at[d + 1]):
-            state.held[k] = held
-            held += g.memory[g.queue_of[word[k]]]
+            state.held[k] = memory
+            memory += g.memory[g.queue_of[word[k]]]
     state.stale[:] = True
     _renew(g, state, -1, size - 1, size)
     return state
@@ -97,23 +97,23 @@ def length_after(g: Graph, s: State, k: int) -> int:
     if b >= 0:
         begin = max(begin, start[offset[b] + second - offset[q]] + duration[b] + g.delay[q])
     end = begin + duration[q]
-    then = end  # end of the first task, now second
+    later_end = end  # end of the first task, now second
     b = g.before[p]
     if b >= 0:
-        then = max(then, start[offset[b] + first - offset[p]] + duration[b] + g.delay[p])
-    then += duration[p]
-    left = 0
+        later_end = max(later_end, start[offset[b] + first - offset[p]] + duration[b] + g.delay[p])
+    later_end += duration[p]
+    remaining = 0
     if k + 2 < word_at[d + 1]:
-        left = duration[queue_of[word[k + 2]]] + tail[word[k + 2]]
+        remaining = duration[queue_of[word[k + 2]]] + tail[word[k + 2]]
     a = g.after[p]
     if a >= 0:
-        left = max(left, g.delay[a] + duration[a] + tail[offset[a] + first - offset[p]])
-    longest = then + left
-    left += duration[p]
+        remaining = max(remaining, g.delay[a] + duration[a] + tail[offset[a] + first - offset[p]])
+    longest = later_end + remaining
+    remaining += duration[p]
     a = g.after[q]
     if a >= 0:
-        left = max(left, g.delay[a] + duration[a] + tail[offset[a] + second - offset[q]])
-    return int(max(longest, end + left))
+        remaining = max(remaining, g.delay[a] + duration[a] + tail[offset[a] + second - offset[q]])
+    return int(max(longest, end + remaining))
 
 
 @njit(cache=True, nogil=True)
@@ -156,25 +156,25 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
     place = s.place
     order = s.order
     rank = s.rank
-    moved = s.moved
-    old = s.old_order
+    is_moved = s.moved
+    old_order = s.old_order
     first, second = word[k], word[k + 1]
     low, high = rank[first], rank[second]
     for r in range(low, high + 1):
-        old[r - low] = order[r]
-    moved[first] = True
+        old_order[r - low] = order[r]
+    is_moved[first] = True
     later = s.later
     later[0] = first
     count, write = 1, low
     for r in range(low + 1, high):
-        task = old[r - low]
+        task = old_order[r - low]
         q = queue_of[task]
         b = before[q]
         p = place[task]
-        if (b >= 0 and moved[offset[b] + task - offset[q]]) or (
-            p > word_at[device[q]] and moved[word[p - 1]]
+        if (b >= 0 and is_moved[offset[b] + task - offset[q]]) or (
+            p > word_at[device[q]] and is_moved[word[p - 1]]
         ):
-            moved[task] = True
+            is_moved[task] = True
             later[count] = task
             count += 1
         else:
@@ -183,12 +183,12 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
             write += 1
     q = queue_of[second]
     b = before[q]
-    circle = b >= 0 and moved[offset[b] + second - offset[q]]
+    circle = b >= 0 and is_moved[offset[b] + second - offset[q]]
     for j in range(count):
-        moved[later[j]] = False
+        is_moved[later[j]] = False
     if circle:
         for r in range(low, high + 1):
-            order[r] = old[r - low]
+            order[r] = old_order[r - low]
             rank[order[r]] = r
         return False
     order[write] = second
@@ -323,20 +323,20 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
     before that place, or advances a backward after it. It mostly draws the nearest, but also more
     distant ones, because the nearest pair may have to stay in order."""
     word = s.word
-    held = s.held
+    memory = s.held
     queue_of = g.queue_of
     kind = g.kind
     for _ in range(20):
         k = np.random.randint(1, word.size)
-        if held[k] <= capacity:
+        if memory[k] <= capacity:
             continue
         d = g.device[queue_of[word[k]]]
         earlier = np.random.random() < 0.5
-        step, wanted = (-1, FORWARD) if earlier else (1, BACKWARD)
+        step, target_kind = (-1, FORWARD) if earlier else (1, BACKWARD)
         if earlier:
             k -= 1
         while g.word_at[d] <= k < g.word_at[d + 1]:
-            if kind[queue_of[word[k]]] == wanted and np.random.random() < 0.5:
+            if kind[queue_of[word[k]]] == target_kind and np.random.random() < 0.5:
                 k = k if earlier else k - 1
                 return k if g.word_at[d] <= k < g.word_at[d + 1] - 1 else -1
             k += step
@@ -371,36 +371,38 @@ def anneal_swaps(
     np.random.seed(seed)
     moves = cooling.moves
     unit = cooling.unit
-    held = s.held
+    memory = s.held
     latency, excess = latency_of(g, s.word, s.start), excess_of(s, capacity, unit)
     pairs = np.empty(s.word.size, np.int64)
     edges = np.empty(2 * s.word.size, np.int64)
-    left = count = at_edges = 0
-    falling = math.log(cooling.cold / cooling.hot) / moves
-    rising = math.log(cooling.firm / cooling.soft) / moves
+    tries_left = count = at_edges = 0
+    decay = math.log(cooling.cold / cooling.hot) / moves
+    growth = math.log(cooling.firm / cooling.soft) / moves
     for move in range(moves):
         if best <= target:
             break
         if excess and np.random.random() < _REPAIRS:
             k = _overfull_pair(g, s, capacity)
         else:
-            if left == 0:
+            if tries_left == 0:
                 count, at_edges = critical_pairs(g, s, latency, pairs, edges)
                 if count == 0:
                     break
-                left = count
-            left -= 1
+                tries_left = count
+            tries_left -= 1
             if np.random.random() < _EDGES:
                 k = edges[np.random.randint(at_edges)]
             else:
                 k = pairs[np.random.randint(count)]
         if k < 0 or not may_swap(g, s, k):
             continue
-        over = held[k] + g.memory[g.queue_of[s.word[k + 1]]] - capacity
-        more = (max(0, over) + unit - 1) // unit + (capacity - max(capacity, held[k + 1])) // unit
-        price = cooling.soft * math.exp(rising * move)
-        worse = -cooling.hot * math.exp(falling * move) * math.log(np.random.random())
-        at_most = latency + worse - price * more
+        over = memory[k] + g.memory[g.queue_of[s.word[k + 1]]] - capacity
+        change = (max(0, over) + unit - 1) // unit + (
+            capacity - max(capacity, memory[k + 1])
+        ) // unit
+        price = cooling.soft * math.exp(growth * move)
+        tolerance = -cooling.hot * math.exp(decay * move) * math.log(np.random.random())
+        at_most = latency + tolerance - price * change
         if length_after(g, s, k) > at_most or not swap(g, s, k):
             continue
         new = latency_of(g, s.word, s.start)
@@ -408,8 +410,8 @@ def anneal_swaps(
             swap(g, s, k)
             continue
         latency = new
-        excess += more
-        left = 0
+        excess += change
+        tries_left = 0
         if latency < best and excess == 0:
             best = latency
             best_word[:] = s.word

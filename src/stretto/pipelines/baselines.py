@@ -43,11 +43,11 @@ def one_f_one_b(problem: Problem) -> PipelineSchedule:
         word: list[str] = []
         for first, model in ((0, problem.actor), (problem.actor.pipelines, problem.critic)):
             pipeline, place = divmod(device, model.stages)
-            behind = place if first else model.stages - 1 - place  # this stage
-            ahead = min(behind, model.micro_batches)
+            later_stages = place if first else model.stages - 1 - place  # this stage
+            warm_up = min(later_stages, model.micro_batches)
             forward, backward = f"{first + pipeline}F", f"{first + pipeline}B"
-            word += [forward] * ahead
-            word += [forward, backward] * (model.micro_batches - ahead) + [backward] * ahead
+            word += [forward] * warm_up
+            word += [forward, backward] * (model.micro_batches - warm_up) + [backward] * warm_up
         words.append(tuple(word))
     return PipelineSchedule(tuple(words))
 
@@ -79,10 +79,10 @@ def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
     by the chunks, and memory is that of the first stage's warm-up."""
     latency, peak = 0.0, 0.0
     for model in problem.models:
-        each = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
+        stage_ticks = [f + b for f, b in zip(model.forward, model.backward, strict=True)]
         hops = 2 * (model.stages * chunks - 1) * model.communication
-        bubble = sum(each) - max(each)
-        latency += model.micro_batches * max(each) + (bubble + hops) / chunks
+        bubble = sum(stage_ticks) - max(stage_ticks)
+        latency += model.micro_batches * max(stage_ticks) + (bubble + hops) / chunks
         in_flight = 2 * (model.stages - 1) + (chunks - 1) * model.stages + 1
         in_flight = min(in_flight, chunks * model.micro_batches)
         peak = max(peak, in_flight / chunks * max(model.activation))
@@ -91,12 +91,12 @@ def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
 
 def _alone(problem: Problem, actor: bool) -> int:
     graph, word = make_graph(problem), one_f_one_b(problem).tasks(problem)
-    own = (graph.pipeline[graph.queue_of[word]] < problem.actor.pipelines) == actor
-    counted = np.concatenate([[0], np.cumsum(own)])
-    alone, word = graph._replace(word_at=counted[graph.word_at]), word[own]
+    mask = (graph.pipeline[graph.queue_of[word]] < problem.actor.pipelines) == actor
+    counts = np.concatenate([[0], np.cumsum(mask)])
+    subgraph, word = graph._replace(word_at=counts[graph.word_at]), word[mask]
     start = np.zeros(graph.queue_of.size, np.int64)
-    earliest_starts(alone, word, start, np.zeros_like(word))
-    return int(latency_of(alone, word, start))
+    earliest_starts(subgraph, word, start, np.zeros_like(word))
+    return int(latency_of(subgraph, word, start))
 
 
 def _by_two(values: tuple[N, ...]) -> tuple[N, ...]:

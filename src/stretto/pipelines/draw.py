@@ -45,7 +45,7 @@ class TaskBar:
 
 def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar]:
     """Return all tasks, device after device."""
-    found = []
+    task_bars = []
     for task in evaluation.tasks.tolist():
         q = int(graph.queue_of[task])
         pipeline, start = int(graph.pipeline[q]), int(evaluation.starts[task])
@@ -54,8 +54,8 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar
         number = copy * int(graph.length[q]) + task - int(graph.offset[q])
         device, end = int(graph.device[q]), start + int(graph.duration[q])
         kind = 2 * critic + (graph.kind[q] == BACKWARD)
-        found.append(TaskBar(device, start, end, kind, str(number)))
-    return found
+        task_bars.append(TaskBar(device, start, end, kind, str(number)))
+    return task_bars
 
 
 def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Units) -> str:
@@ -63,13 +63,13 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
     graph = make_graph(problem)
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
     top, devices = 64, problem.devices
-    drawn = [f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>', _legend(46)]
-    drawn += [_label(_LEFT - 8, top + _LANE * d + 14, str(d)) for d in range(devices)]
-    drawn += _bars(bars(problem, graph, evaluation), top, scale)
+    parts = [f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>', _legend(46)]
+    parts += [_label(_LEFT - 8, top + _LANE * d + 14, str(d)) for d in range(devices)]
+    parts += _bars(bars(problem, graph, evaluation), top, scale)
     bottom = top + _LANE * devices + 8
-    drawn.append(_time_axis(evaluation.latency, bottom, scale, units))
+    parts.append(_time_axis(evaluation.latency, bottom, scale, units))
     curve = bottom + 48
-    drawn += _memory(problem, graph, evaluation, curve, scale, units)
+    parts += _memory(problem, graph, evaluation, curve, scale, units)
     height = curve + _CURVE + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
@@ -84,13 +84,13 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
         ".peak{stroke:var(--ink);stroke-width:1.6;fill:none}"
         f".bar{{stroke-width:{_BAR};fill:none}}"
         ".limit{stroke:#cc6677;stroke-dasharray:5 4;fill:none}</style>"
-        f'<rect width="100%" height="100%" rx="8" fill="var(--paper)"/>{"".join(drawn)}</svg>\n'
+        f'<rect width="100%" height="100%" rx="8" fill="var(--paper)"/>{"".join(parts)}</svg>\n'
     )
 
 
-def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
+def _bars(task_bars: list[TaskBar], top: int, scale: float) -> list[str]:
     dashes, labels = defaultdict(list), []
-    for bar in drawn:
+    for bar in task_bars:
         x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
         dashes[bar.device, _COLOURS[bar.kind]].append(f"M{x:.2f} 0h{bar.gapless(scale):.2f}")
         if width >= _LABELLED:
@@ -99,9 +99,9 @@ def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
                 f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y}">{bar.label}</text>'
             )
     lines = (
-        f'<path class="bar" stroke="{colour}" d="{"".join(of)}" '
+        f'<path class="bar" stroke="{colour}" d="{"".join(segments)}" '
         f'transform="translate(0 {top + _LANE * device + _BAR / 2})"/>'
-        for (device, colour), of in dashes.items()
+        for (device, colour), segments in dashes.items()
     )
     return [*lines, *labels]
 
@@ -140,30 +140,30 @@ def _memory(
 
     peak = units.of_memory(evaluation.peak)
     title = f"{_memory_axis(units)} of each device; the highest is {peak}"
-    drawn = [
+    parts = [
         _label(_LEFT, top - 8, title, "start"),
         f'<path class="rule" d="M{_LEFT} {bottom}H{_LEFT + evaluation.latency * scale:.1f}"/>',
     ]
     step = tick_step(highest, 5)
     for i in range(int(highest / step) + 1):
         y = y_of(i * step)
-        drawn.append(f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/>')
-        drawn.append(_label(_LEFT - 8, y + 4, f"{i * step:,.10g}"))
+        parts.append(f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/>')
+        parts.append(_label(_LEFT - 8, y + 4, f"{i * step:,.10g}"))
     for curve, is_fullest in _curves(problem, graph, evaluation):
-        (x, y), *rest = ((_LEFT + at * scale, y_of(held)) for at, held in curve)
+        (x, y), *rest = ((_LEFT + at * scale, y_of(level)) for at, level in curve)
         path = f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest)
-        drawn.append(f'<path class="{"peak" if is_fullest else "curve"}" d="{path}"/>')
+        parts.append(f'<path class="{"peak" if is_fullest else "curve"}" d="{path}"/>')
     for i, (limit, name) in enumerate(limits):
         y = y_of(limit)
-        drawn.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        drawn.append(_label(_WIDTH - _RIGHT - 190 * i, y - 4, name))  # two limits may be equal
-    return drawn
+        parts.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(_label(_WIDTH - _RIGHT - 190 * i, y - 4, name))  # two limits may be equal
+    return parts
 
 
 def _limits(problem: Problem, units: Units) -> list[tuple[float, str]]:
     levels = {"serial 1F1B": serial_1f1b(problem).peak, "capacity": problem.capacity}
-    known = [(level, name) for name, level in levels.items() if level is not None]
-    return [(level, f"{name} {units.of_memory(level)}") for level, name in known]
+    limits = [(level, name) for name, level in levels.items() if level is not None]
+    return [(level, f"{name} {units.of_memory(level)}") for level, name in limits]
 
 
 def _curves(
@@ -173,7 +173,7 @@ def _curves(
     fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
     for d in sorted(range(problem.devices), key=lambda d: d == fullest):
         curve = memory_curve(graph, evaluation, d)
-        yield [(at, held / problem.memory_scale) for at, held in curve], d == fullest
+        yield [(at, level / problem.memory_scale) for at, level in curve], d == fullest
 
 
 def _memory_axis(units: Units) -> str:
@@ -192,9 +192,9 @@ def page_html(
     """Return a self-contained page: a summary, the picture, the bubbles."""
     rows = "".join(
         f"<tr><td>{d}</td><td>{units.of_memory(evaluation.peaks[d])}</td>"
-        + "".join(f"<td>{of[cause]:,}</td>" for cause in BUBBLES)
-        + f"<td>{sum(of.values()) / evaluation.latency:.1%}</td></tr>"
-        for d, of in enumerate(evaluation.bubbles)
+        + "".join(f"<td>{ticks[cause]:,}</td>" for cause in BUBBLES)
+        + f"<td>{sum(ticks.values()) / evaluation.latency:.1%}</td></tr>"
+        for d, ticks in enumerate(evaluation.bubbles)
     )
     heads = "".join(f"<th>{name}</th>" for name in ("device", "peak", *BUBBLES, "idle"))
     notes = "".join(f"<li>{escape(line)}</li>" for line in lines)
@@ -227,28 +227,32 @@ def save_png(
     graph = make_graph(problem)
     workers = min(0.22 * problem.devices, 40.0)  # inches
     figure = Figure(figsize=(12, 2.6 + workers), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, workers), 1.6])
+    timeline_ax, memory_ax = figure.subplots(
+        2, 1, sharex=True, height_ratios=[max(2, workers), 1.6]
+    )
     spans = defaultdict(list)
     scale = _WIDTH / evaluation.latency
     for bar in bars(problem, graph, evaluation):
         spans[bar.device, _COLOURS[bar.kind]].append((bar.start, bar.gapless(scale) / scale))
-    for (device, colour), of in spans.items():
-        above.broken_barh(of, (device - 0.42, 0.84), facecolors=colour, snap=False)
+    for (device, colour), segments in spans.items():
+        timeline_ax.broken_barh(segments, (device - 0.42, 0.84), facecolors=colour, snap=False)
     for colour, name in zip(_COLOURS, KINDS, strict=True):
-        above.broken_barh([], (0, 1), facecolors=colour, label=name)
-    above.set(title=title, ylabel="device", ylim=(problem.devices - 0.5, -0.5))
-    above.yaxis.set_major_locator(MaxNLocator(20, integer=True))
+        timeline_ax.broken_barh([], (0, 1), facecolors=colour, label=name)
+    timeline_ax.set(title=title, ylabel="device", ylim=(problem.devices - 0.5, -0.5))
+    timeline_ax.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     for curve, is_fullest in _curves(problem, graph, evaluation):
         at, memory = zip(*curve, strict=True)
         width, color, order = (1.4, "black", 3) if is_fullest else (0.6, "0.75", 1)
-        below.step(at, memory, where="post", linewidth=width, color=color, zorder=order)
+        memory_ax.step(at, memory, where="post", linewidth=width, color=color, zorder=order)
     styles = ((_COLOURS[2], "--"), (_COLOURS[0], ":"))
     for (limit, label), (color, style) in zip(_limits(problem, units), styles):  # noqa: B905
-        below.axhline(limit, color=color, linestyle=style, label=label, zorder=4)
-    below.set(xlabel=units.time, ylabel=_memory_axis(units), xlim=(0, evaluation.latency))
-    below.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
-    below.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
-    handles, names = above.get_legend_handles_labels()
-    more, others = below.get_legend_handles_labels()
-    figure.legend(handles + more, names + others, loc="outside lower center", ncols=6)
+        memory_ax.axhline(limit, color=color, linestyle=style, label=label, zorder=4)
+    memory_ax.set(xlabel=units.time, ylabel=_memory_axis(units), xlim=(0, evaluation.latency))
+    memory_ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    memory_ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    handles, names = timeline_ax.get_legend_handles_labels()
+    memory_handles, memory_names = memory_ax.get_legend_handles_labels()
+    figure.legend(
+        handles + memory_handles, names + memory_names, loc="outside lower center", ncols=6
+    )
     figure.savefig(file, dpi=130)

@@ -79,12 +79,12 @@ def make_graph(problem: Problem) -> Graph:
         m, c = model.micro_batches, model.communication
         for copy, s in product(range(model.pipelines), range(model.stages)):
             q, last = len(rows), s == model.stages - 1
-            along = model.stages - 1 - s if is_critic else s
-            device, held = copy * model.stages + along, round(model.activation[s] * scale)
+            position = model.stages - 1 - s if is_critic else s
+            device, memory = copy * model.stages + position, round(model.activation[s] * scale)
             forward = [pipeline + copy, s, FORWARD, device, m, offset, model.forward[s]]
-            forward += [q - 2, q + 1 if last else q + 2, c, held, q + 1]
+            forward += [q - 2, q + 1 if last else q + 2, c, memory, q + 1]
             backward = [pipeline + copy, s, BACKWARD, device, m, offset + m, model.backward[s]]
-            backward += [q if last else q + 3, q - 1, 0 if last else c, -held, q]
+            backward += [q if last else q + 3, q - 1, 0 if last else c, -memory, q]
             if s == 0:
                 forward[7] = backward[8] = -1
                 forward[9] = 0
@@ -184,11 +184,11 @@ def peak_memory(g: Graph, word: Ints, peaks: Ints) -> int:
     memory = g.memory
     highest = 0
     for d in range(peaks.size):
-        held = 0
+        total = 0
         peak = 0
         for k in range(word_at[d], word_at[d + 1]):
-            held += memory[queue_of[word[k]]]
-            peak = max(peak, held)
+            total += memory[queue_of[word[k]]]
+            peak = max(peak, total)
         peaks[d] = peak
         highest = max(highest, peak)
     return highest
@@ -206,8 +206,8 @@ def latency_bound(problem: Problem) -> int:
     queues = graph.queues.reshape(-1, 4)[:, ::2]  # forwards: the actor's and the critic's [D, 2]
     before, after = heads(graph)[queues], tails(graph)[graph.mate[queues]]
     work = (graph.length * (graph.duration + graph.duration[graph.mate]))[queues]
-    alone, together = before + work + after, before.min(1) + work.sum(1) + after.min(1)
-    return int(max(alone.max(), together.max()))
+    single, joint = before + work + after, before.min(1) + work.sum(1) + after.min(1)
+    return int(max(single.max(), joint.max()))
 
 
 def heads(graph: Graph) -> Ints:

@@ -27,10 +27,10 @@ class Rules(NamedTuple):
 def urgency(g: Graph) -> Floats:
     """Return the least ticks [T] left from each task's start: its own chain to the end, and the
     later tasks of its queue one after the other."""
-    left = g.duration + tails(g)
-    behind = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
+    remaining = g.duration + tails(g)
+    later_tasks = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
     work = (g.duration + g.duration[g.mate])[g.queue_of]
-    return np.asarray(left[g.queue_of] + behind * work, dtype=np.float64)
+    return np.asarray(remaining[g.queue_of] + later_tasks * work, dtype=np.float64)
 
 
 @njit(cache=True, nogil=True)
@@ -60,14 +60,14 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     window = rules.window
     devices = window.size
     free = np.zeros(devices, np.int64)
-    held = np.zeros(devices, np.int64)
+    usage = np.zeros(devices, np.int64)
     at = g.word_at[:-1].copy()
     done = np.zeros(length.size, np.int64)
     arrival = np.full(length.size, _NEVER)
     when = np.full(devices, _NEVER)
     fits = np.zeros(length.size, np.bool_)
     for d in range(devices):
-        _admit(g, rules, capacity, d, held[d], done, fits)
+        _admit(g, rules, capacity, d, usage[d], done, fits)
     for q in range(length.size):
         if before[q] < 0:
             arrival[q] = 0
@@ -85,7 +85,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
         word[at[d]] = offset[q] + i
         at[d] += 1
         free[d] = end
-        held[d] += memory[q]
+        usage[d] += memory[q]
         done[q] = i + 1
         latency = max(latency, end)
         b = before[q]
@@ -95,7 +95,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
                 arrival[q] = 0
             elif done[b] > i + 1:
                 arrival[q] = start[offset[b] + i + 1] + duration[b] + delay[q]
-        _admit(g, rules, capacity, d, held[d], done, fits)
+        _admit(g, rules, capacity, d, usage[d], done, fits)
         a = after[q]
         if a >= 0 and done[a] == i:
             arrival[a] = end + delay[a]
@@ -126,17 +126,17 @@ def _highest(
     d: int,
     until: float,
 ) -> int:
-    chosen, highest = -1, -np.inf
+    best_queue, highest = -1, -np.inf
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]
         if fits[q] and arrival[q] <= until and key[offset[q] + done[q]] > highest:
-            chosen, highest = q, key[offset[q] + done[q]]
-    return chosen
+            best_queue, highest = q, key[offset[q] + done[q]]
+    return best_queue
 
 
 @njit(cache=True, nogil=True)
 def _admit(
-    g: Graph, rules: Rules, capacity: int, d: int, held: int, done: Ints, fits: Flags
+    g: Graph, rules: Rules, capacity: int, d: int, usage: int, done: Ints, fits: Flags
 ) -> None:
     length = g.length
     memory = g.memory
@@ -149,7 +149,7 @@ def _admit(
         if kind[q] != FORWARD:
             fits[q] = True
             continue
-        need = held + memory[q]
+        need = usage + memory[q]
         r = rival[q]
         if rules.polite[q] and done[r] < length[r] and done[r] == done[mate[r]]:
             need += memory[r]
@@ -159,15 +159,15 @@ def _admit(
 @njit(cache=True, nogil=True)
 def _mutate(g: Graph, rules: Rules, spread: float) -> None:
     for _ in range(1 + np.random.randint(3)):
-        which = np.random.random()
+        draw = np.random.random()
         q = np.random.randint(rules.bias.size)
-        if which < 0.5:
+        if draw < 0.5:
             rules.bias[q] += np.random.normal() * spread
-        elif which < 0.85:
+        elif draw < 0.85:
             if g.kind[q] != FORWARD:
                 q = g.mate[q]
-            moved = rules.limit[q] + np.random.randint(-2, 3)
-            rules.limit[q] = max(1, min(g.length[q], moved))
+            limit = rules.limit[q] + np.random.randint(-2, 3)
+            rules.limit[q] = max(1, min(g.length[q], limit))
         else:
             d = np.random.randint(rules.window.size)
             rules.window[d] = max(0.0, rules.window[d] + np.random.randint(-1, 2))
@@ -194,7 +194,7 @@ def anneal_rules(
     word, start = np.empty(left.size, np.int64), np.empty(left.size, np.int64)
     latency = decode(g, left + rules.bias[g.queue_of], rules, capacity, best_word, start)
     best = latency
-    falling = math.log(cold / hot) / rounds
+    decay = math.log(cold / hot) / rounds
     for r in range(rounds):
         if best <= target:
             break
@@ -203,7 +203,7 @@ def anneal_rules(
         window = rules.window.copy()
         _mutate(g, rules, spread)
         new = decode(g, left + rules.bias[g.queue_of], rules, capacity, word, start)
-        if new <= latency - hot * math.exp(falling * r) * math.log(np.random.random()):
+        if new <= latency - hot * math.exp(decay * r) * math.log(np.random.random()):
             latency = new
             if new < best:
                 best = new

@@ -93,8 +93,8 @@ class ModelPipelines:
 
     @property
     def longest(self) -> int:
-        each = max(self.forward) + max(self.backward)
-        return (self.micro_batches + self.stages) * each + 2 * self.stages * self.communication
+        ticks = max(self.forward) + max(self.backward)
+        return (self.micro_batches + self.stages) * ticks + 2 * self.stages * self.communication
 
     def merged(self, by: int) -> ModelPipelines:
         """Merge each ``by`` consecutive stages into one, on all of their devices. This makes the
@@ -227,8 +227,8 @@ def _validated(kind: type[T], data: object) -> T:
     key, code = ".".join(map(str, fault["loc"])), code_of(fault)
     message = f"{key or 'a problem'}: {fault['msg'].removeprefix('Value error, ')}"
     if code == "unexpected_keyword_argument":
-        known = [field.name for each in (Problem, ModelPipelines) for field in fields(each)]
-        message = f"unknown key '{key}'. {nearest(key.rpartition('.')[2], known)}"
+        names = [field.name for cls in (Problem, ModelPipelines) for field in fields(cls)]
+        message = f"unknown key '{key}'. {nearest(key.rpartition('.')[2], names)}"
     elif code != "missing":
         message += f", not {fault['input']!r}"
     raise ConfigError(message, code)

@@ -45,18 +45,22 @@ class PipelineSchedule:
         """Return task numbers [T] by device. Raises ConfigError for another problem's words."""
         graph = make_graph(problem)
         queues = [
-            {_letter(graph, q): q for q in own} for own in graph.queues.reshape(-1, 4).tolist()
+            {_letter(graph, q): q for q in device_queues}
+            for device_queues in graph.queues.reshape(-1, 4).tolist()
         ]
-        wanted = [Counter({letter: graph.length[q] for letter, q in own.items()}) for own in queues]
-        if [Counter(word) for word in self.words] != wanted:
+        expected = [
+            Counter({letter: graph.length[q] for letter, q in device_queues.items()})
+            for device_queues in queues
+        ]
+        if [Counter(word) for word in self.words] != expected:
             raise ConfigError(
                 "the schedule's words do not have a letter for each task of the problem; they must "
                 "be of the same problem",
                 "other-problem",
             )
         tasks = []
-        for word, own in zip(self.words, queues, strict=True):
-            numbers = {letter: count(int(graph.offset[q])) for letter, q in own.items()}
+        for word, device_queues in zip(self.words, queues, strict=True):
+            numbers = {letter: count(int(graph.offset[q])) for letter, q in device_queues.items()}
             tasks += [next(numbers[letter]) for letter in word]
         return np.array(tasks, dtype=np.int64)
 
@@ -99,7 +103,7 @@ class Evaluation:
 
     @property
     def bubble_share(self) -> float:
-        idle = sum(sum(of.values()) for of in self.bubbles)
+        idle = sum(sum(ticks.values()) for ticks in self.bubbles)
         return idle / (self.latency * len(self.bubbles))
 
 
@@ -112,7 +116,9 @@ def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
         stuck = [
             word[low:high][~np.isin(word[low:high], order[:ran])] for low, high in _spans(graph)
         ]
-        tasks = ", ".join(_described(graph, int(own[0])) for own in stuck if own.size)
+        tasks = ", ".join(
+            _described(graph, int(device_tasks[0])) for device_tasks in stuck if device_tasks.size
+        )
         raise ConfigError(
             f"the schedule cannot run: devices wait for each other at {tasks}", "deadlock"
         )
@@ -136,29 +142,29 @@ def _bubbles(
 ) -> dict[str, int]:
     idle = dict.fromkeys(BUBBLES, 0)
     done = {int(q): 0 for q in graph.queues[4 * d : 4 * d + 4]}
-    free = held = 0
+    free = memory = 0
     for task in word[graph.word_at[d] : graph.word_at[d + 1]].tolist():
         q, begin = int(graph.queue_of[task]), int(starts[task])
         if not any(done.values()):
             idle["warm-up"] += begin
         elif begin > free:
             # Start of each cause. Causes later in the list take precedence.
-            made, _ = _arrival(graph, starts, q, done[q])
+            input_end, _ = _arrival(graph, starts, q, done[q])
             fits, full = _NEVER, _NEVER
             for other, i in done.items():
-                there = _NEVER if other == q else _arrival(graph, starts, other, i)[1]
-                if held + graph.memory[other] <= capacity:
-                    fits = min(fits, there)
+                arrival = _NEVER if other == q else _arrival(graph, starts, other, i)[1]
+                if memory + graph.memory[other] <= capacity:
+                    fits = min(fits, arrival)
                 else:
-                    full = min(full, there)
+                    full = min(full, arrival)
             until = begin
-            for cause, since in (("order", fits), ("memory", full), ("communication", made)):
+            for cause, since in (("order", fits), ("memory", full), ("communication", input_end)):
                 since = min(max(since, free), until)
                 idle[cause] += until - since
                 until = since
             idle["dependency"] += until - free
         done[q] += 1
-        held += int(graph.memory[q])
+        memory += int(graph.memory[q])
         free = begin + int(graph.duration[q])
     idle["drain"] += latency - free
     return idle
@@ -174,17 +180,17 @@ def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
     b = int(graph.before[q])
     if b < 0:
         return 0, 0
-    made = int(starts[graph.offset[b] + i] + graph.duration[b])
-    return made, made + int(graph.delay[q])
+    end = int(starts[graph.offset[b] + i] + graph.duration[b])
+    return end, end + int(graph.delay[q])
 
 
 def memory_curve(graph: Graph, evaluation: Evaluation, d: int) -> list[tuple[int, int]]:
     """Return times, and the activation memory of a device from then on, in the graph's units."""
-    held, curve = 0, [(0, 0)]
+    memory, curve = 0, [(0, 0)]
     for task in evaluation.tasks[graph.word_at[d] : graph.word_at[d + 1]].tolist():
         q = int(graph.queue_of[task])
         at = int(evaluation.starts[task])
         at += 0 if graph.kind[q] == FORWARD else int(graph.duration[q])
-        held += int(graph.memory[q])
-        curve.append((at, held))
+        memory += int(graph.memory[q])
+        curve.append((at, memory))
     return curve

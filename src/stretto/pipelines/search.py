@@ -127,8 +127,8 @@ class View:
         actor = graph.pipeline < problem.actor.pipelines
         stages = np.where(actor, problem.actor.stages, problem.critic.stages).astype(np.int64)
         tick = float(np.average(graph.duration, weights=graph.length))
-        taken = graph.memory[graph.memory > 0]
-        unit = int(taken.min()) if taken.size else 1
+        allocations = graph.memory[graph.memory > 0]
+        unit = int(allocations.min()) if allocations.size else 1
         return cls(graph, backwards, urgency(graph), stages, actor, tick, unit)
 
     def turned(self, word: Ints) -> Ints:
@@ -287,12 +287,12 @@ class Descent:
         best, bound = self._best, self._best.bound
         if best.latency <= bound:
             return "lower"
-        of_four = 0
+        quarters = 0
         if self._loose.latency <= bound:
-            of_four = 1 if self._nearly_right else 3
+            quarters = 1 if self._nearly_right else 3
         elif self._failed["shorten"] > _STUCK and best.peak > best.enough:
-            of_four = 2  # it may be optimal
-        return "lower" if self._rounds % 4 < of_four else "shorten"
+            quarters = 2  # it may be optimal
+        return "lower" if self._rounds % 4 < quarters else "shorten"
 
     @property
     def _nearly_right(self) -> bool:
@@ -301,8 +301,10 @@ class Descent:
     def _shorten(self, _: int) -> Callable[[], Ints]:
         chance, view = self._next()
         start = None
-        goes_on = 0.8 if self._nearly_right else 0.5 if self._failed["shorten"] > _STUCK else 0.0
-        if chance.random() < goes_on:
+        probability = (
+            0.8 if self._nearly_right else 0.5 if self._failed["shorten"] > _STUCK else 0.0
+        )
+        if chance.random() < probability:
             start = view.turned(self._last), chance.choice(_MILD)
         capacity, bound = self._best.capacity, self._best.bound
         return partial(self._attempt, "shorten", view, chance, capacity, bound, start)
@@ -316,9 +318,9 @@ class Descent:
         drop = _DROP * (1 + i) * 0.5 ** (failed / 3)
         if failed > _STUCK and chance.random() < 0.7:
             # Peaks in between may not exist, or be no easier.
-            far = _DROP * (1 + chance.random())
-            wanted = 1 - best.enough / best.peak
-            drop = wanted if wanted < 3 * _DROP else far
+            random_drop = _DROP * (1 + chance.random())
+            full_drop = 1 - best.enough / best.peak
+            drop = full_drop if full_drop < 3 * _DROP else random_drop
         cap = max(best.enough, min(best.peak - 1, int(best.peak * (1 - drop))))
         start = None
         if failed <= _STUCK or chance.random() >= 0.2:
@@ -334,8 +336,8 @@ class Descent:
         target: int,
         start: tuple[Ints, float] | None,
     ) -> Ints:
-        far = self._best.latency > _FAR * self._best.bound
-        stuck = far and self._failed[kind] > 1
+        is_far = self._best.latency > _FAR * self._best.bound
+        stuck = is_far and self._failed[kind] > 1
         if start is None:
             latency, word = list_schedule(view, cap, target, rounds_for(view), chance)
             if latency <= target:

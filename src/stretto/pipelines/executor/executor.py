@@ -87,28 +87,28 @@ class PipelineExecutor:
         watch = Stopwatch(self._device)
         for step in program:
             task = step if isinstance(step, PipelineTask) else step.task
-            of = passes[task.pipeline >= self._layout.actor_pipelines]
+            model_pass = passes[task.pipeline >= self._layout.actor_pipelines]
             if isinstance(step, Receive):
-                of.ask(task, step.peer)
+                model_pass.ask(task, step.peer)
             elif isinstance(step, Send):
                 assert result is not None
                 self._outbox.send(result, step.peer)
                 result = None  # the outbox releases it once it is sent
             else:
                 word.append(task)
-                result = of.run(task, watch)
+                result = model_pass.run(task, watch)
         self._outbox.flush()
         return watch.timings(word)
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
         """Sum gradients in place over a model's pipelines, a tied weight's over its stages."""
-        under_way, tied = [], self._stages[name].tied
-        for groups, of_tied in ((self._same, False), (self._ends, True)):
+        works, tied = [], self._stages[name].tied
+        for groups, is_tied in ((self._same, False), (self._ends, True)):
             for key in sorted(gradients):
-                if (key in tied) == of_tied and name in groups:
+                if (key in tied) == is_tied and name in groups:
                     work = dist.all_reduce(gradients[key], group=groups[name], async_op=True)
-                    under_way.append(_posted(work))
-        for work in under_way:
+                    works.append(_posted(work))
+        for work in works:
             work.wait()
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
@@ -124,9 +124,9 @@ class PipelineExecutor:
 
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
         pipeline, _ = self._layout.place(name, self._rank)
-        each = len(works) // self._layout.of(name)[1]
-        mine = works[pipeline * each : (pipeline + 1) * each]
-        return _Pass(self._stages[name], mine, self._device)
+        count = len(works) // self._layout.of(name)[1]
+        pipeline_works = works[pipeline * count : (pipeline + 1) * count]
+        return _Pass(self._stages[name], pipeline_works, self._device)
 
 
 @dataclass(slots=True)
@@ -149,19 +149,19 @@ class _Pass:
 
     def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
         watch.mark()
-        given = None
+        tensor = None
         if task in self.arriving:
-            given, work = self.arriving.pop(task)
+            tensor, work = self.arriving.pop(task)
             work.wait()
         watch.mark()
         act = self._forward if task.kind == "F" else self._backward
-        result = act(task.micro_batch, given)
+        result = act(task.micro_batch, tensor)
         watch.mark()
         return result
 
-    def _forward(self, i: int, given: Tensor | None) -> Tensor | None:
+    def _forward(self, i: int, states: Tensor | None) -> Tensor | None:
         work = self.works[i]
-        x = work.tokens if given is None else given.requires_grad_()
+        x = work.tokens if states is None else states.requires_grad_()
         y: Tensor = self.stage(x)
         self.inputs[i] = x
         if self.stage.last:
@@ -170,12 +170,12 @@ class _Pass:
         self.roots[i] = get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
-    def _backward(self, i: int, given: Tensor | None) -> Tensor | None:
+    def _backward(self, i: int, gradient: Tensor | None) -> Tensor | None:
         x, root = self.inputs.pop(i), self.roots.pop(i)
         if isinstance(root, Tensor):
             root.backward()
         elif root is not None:  # None: a first stage of frozen weights
-            torch.autograd.backward([root], given)
+            torch.autograd.backward([root], gradient)
         return x.grad
 
 
@@ -207,11 +207,11 @@ class Stopwatch:
     def timings(self, word: Sequence[PipelineTask]) -> Timings:
         """Make the timings from three marks a task: ready for it, input arrived, done."""
         if self._cuda:
-            begin, *others = self._events
-            others[-1].synchronize()
-            self._moments = [self._begin_s + begin.elapsed_time(event) / 1000 for event in others]
-        asked, start, end = (tuple(self._moments[k::3]) for k in range(3))
-        return Timings(tuple(word), asked, start, end)
+            first, *marks = self._events
+            marks[-1].synchronize()
+            self._moments = [self._begin_s + first.elapsed_time(event) / 1000 for event in marks]
+        wait_start, start, end = (tuple(self._moments[k::3]) for k in range(3))
+        return Timings(tuple(word), wait_start, start, end)
 
 
 class Outbox:
@@ -230,7 +230,7 @@ class Outbox:
         if self._waits:
             self._waited.append(self._waits.submit(_wait, work, tensor))
         else:
-            self._under_way = [each for each in self._under_way if not each[0].is_completed()]
+            self._under_way = [entry for entry in self._under_way if not entry[0].is_completed()]
             self._under_way.append((work, tensor))
 
     def flush(self) -> None:
@@ -276,8 +276,8 @@ def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
         stages, pipelines = layout.of(name)
         for stage in range(stages):
             _join(same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank)
-        tied = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
-        _join(ends, name, sorted(tied), rank)
+        ranks = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
+        _join(ends, name, sorted(ranks), rank)
     return same, ends
 
 
@@ -298,17 +298,17 @@ def saved_bytes(stage: Stage, tokens: Tensor) -> int:
     if not stage.first:
         shape = (*tokens.shape, stage.hidden_size)
         x = torch.randn(shape, device=weight.device).to(stage.dtype).requires_grad_()
-    own = {t.untyped_storage().data_ptr() for t in chain(stage.parameters(), stage.buffers())}
-    saved: dict[int, int] = {}
+    pointers = {t.untyped_storage().data_ptr() for t in chain(stage.parameters(), stage.buffers())}
+    sizes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in pointers:
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     # While the output lives, all saved tensors do, so each has its own address.
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         output = stage(x)
     del output
-    return sum(saved.values())
+    return sum(sizes.values())

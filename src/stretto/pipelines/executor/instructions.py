@@ -69,27 +69,27 @@ def instructions(
     """List the instructions of each rank, in order. Rank r is device r. They are correct for any
     latencies, and fastest if the problem's are accurate. Raises ConfigError if the schedule cannot
     run."""
-    done = evaluate(problem, schedule)
+    evaluation = evaluate(problem, schedule)
     graph = make_graph(problem)
-    ends = done.starts + graph.duration[graph.queue_of]
+    ends = evaluation.starts + graph.duration[graph.queue_of]
     # (end of the task that computes the tensor, its number): keys are unique, and a task comes
     # after all its dependencies, because each takes at least a tick.
     key = list(zip(ends.tolist(), range(ends.size), strict=True))
-    words = [done.tasks[low:high].tolist() for low, high in pairwise(graph.word_at)]
+    words = [evaluation.tasks[low:high].tolist() for low, high in pairwise(graph.word_at)]
     incoming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in words]
     for task in range(ends.size):
-        if sent := _sent(graph, task):
+        if send := _sent(graph, task):
             peer = int(graph.device[graph.queue_of[task]])
-            incoming[sent.peer].append((key[task], Receive(sent.task, peer)))
+            incoming[send.peer].append((key[task], Receive(send.task, peer)))
     programs = []
     for word, receives in zip(words, incoming, strict=True):
-        receives.sort(key=lambda each: each[0], reverse=True)
+        receives.sort(key=lambda entry: entry[0], reverse=True)
         program: list[Instruction] = []
         for task in word:
             while receives and receives[-1][0] < key[task]:
                 program.append(receives.pop()[1])
-            sent = _sent(graph, task)
-            program += [_task(graph, task), *([sent] if sent else [])]
+            send = _sent(graph, task)
+            program += [_task(graph, task), *([send] if send else [])]
         programs.append(tuple(program))
     return tuple(programs)
 
@@ -102,11 +102,11 @@ def _task(graph: Graph, task: int) -> PipelineTask:
 
 def _sent(graph: Graph, task: int) -> Send | None:
     q = int(graph.queue_of[task])
-    after = int(graph.after[q])
-    if after < 0 or graph.device[after] == graph.device[q]:
+    next_queue = int(graph.after[q])
+    if next_queue < 0 or graph.device[next_queue] == graph.device[q]:
         return None
-    following = int(graph.offset[after]) + task - int(graph.offset[q])
-    return Send(_task(graph, following), int(graph.device[after]))
+    next_task = int(graph.offset[next_queue]) + task - int(graph.offset[q])
+    return Send(_task(graph, next_task), int(graph.device[next_queue]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,29 +147,33 @@ def _measured(
 ) -> ModelPipelines:
     stages, pipelines = layout.of(name)
     first = 0 if name == "actor" else layout.actor_pipelines
-    own = range(first, first + pipelines)
+    numbers = range(first, first + pipelines)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     ends: dict[tuple[PipelineTask, int], float] = {}
-    for rank, of in enumerate(timings):
+    for rank, rank_timings in enumerate(timings):
         _, stage = layout.place(name, rank)
-        for task, start, end in zip(of.word, of.start, of.end, strict=True):
-            if task.pipeline in own:
+        for task, start, end in zip(
+            rank_timings.word, rank_timings.start, rank_timings.end, strict=True
+        ):
+            if task.pipeline in numbers:
                 seconds[task.kind, stage].append(end - start)
                 ends[task, stage] = end
-    travels, kept = [], defaultdict[int, list[int]](list)
-    for rank, of in enumerate(timings):
+    travels, saved_by_stage = [], defaultdict[int, list[int]](list)
+    for rank, rank_timings in enumerate(timings):
         _, stage = layout.place(name, rank)
-        kept[stage].append(saved[rank])
-        for task, asked, start in zip(of.word, of.asked, of.start, strict=True):
-            made = ends.get((task, stage - 1 if task.kind == "F" else stage + 1))
-            if task.pipeline in own and made is not None and asked < made:
-                travels.append(start - made)
+        saved_by_stage[stage].append(saved[rank])
+        for task, wait_start, start in zip(
+            rank_timings.word, rank_timings.asked, rank_timings.start, strict=True
+        ):
+            input_end = ends.get((task, stage - 1 if task.kind == "F" else stage + 1))
+            if task.pipeline in numbers and input_end is not None and wait_start < input_end:
+                travels.append(start - input_end)
     return ModelPipelines.of(
         stages,
         pipelines,
         len(ends) // (2 * stages * pipelines),
         forward=[max(1, round(_US * median(seconds["F", s]))) for s in range(stages)],
         backward=[max(1, round(_US * median(seconds["B", s]))) for s in range(stages)],
-        activation=[float(max(kept[s])) for s in range(stages)],
+        activation=[float(max(saved_by_stage[s])) for s in range(stages)],
         communication=max(0, round(_US * median(travels))) if travels else 0,
     )

@@ -72,8 +72,8 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map token ids [b, L] (first stage) or hidden states [b, L, H] to hidden states."""
-        given = {"input_ids" if self.first else "inputs_embeds": x}
-        return plain_states(self.body, **given)
+        inputs = {"input_ids" if self.first else "inputs_embeds": x}
+        return plain_states(self.body, **inputs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
     Layers, also with LoRA adapters, are divided evenly, with one more for each of the first stages
     if necessary. Raises ModelError if there are too few, or the model does not declare its parts.
     """
-    known = {id(p): name for name, p in model.named_parameters()}
+    name_by_id = {id(p): name for name, p in model.named_parameters()}
     decoder: Any = backbone(model)
     plan, layers = _parts(decoder)
     count = len(getattr(decoder, layers))
@@ -96,17 +96,17 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
             f"most {count}",
             "too-few-layers",
         )
-    share, more = divmod(count, stages)
-    begin = index * share + min(index, more)
-    whole = with_own_structure(model)
+    share, remainder = divmod(count, stages)
+    begin = index * share + min(index, remainder)
+    clone = with_own_structure(model)
     # Its hook is for reentrant checkpointing, and as a local function cannot be pickled.
-    unwrapped(whole).disable_input_require_grads()
-    stage = Stage(backbone(whole), index, stages)
-    _keep(stage, plan, layers, begin, begin + share + (index < more))
+    unwrapped(clone).disable_input_require_grads()
+    stage = Stage(backbone(clone), index, stages)
+    _keep(stage, plan, layers, begin, begin + share + (index < remainder))
     if stage.last:
-        _give_head(stage, model, whole)
-    own = dict(stage.named_parameters())
-    stage.names = {name: known[id(p)] for name, p in own.items()}
+        _give_head(stage, model, clone)
+    parameters = dict(stage.named_parameters())
+    stage.names = {name: name_by_id[id(p)] for name, p in parameters.items()}
     stage.tied = _tied(model, decoder, plan) if stages > 1 else frozenset()
     return stage
 
@@ -140,24 +140,24 @@ def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> N
         body.config.layer_types = types[begin:end]
 
 
-def _give_head(stage: Stage, model: nn.Module, whole: nn.Module) -> None:
-    lm = unwrapped(whole)
+def _give_head(stage: Stage, model: nn.Module, clone: nn.Module) -> None:
+    lm = unwrapped(clone)
     linear = lm.get_output_embeddings()
     if linear is not None:
         stage._head = output_head(model)
         stage.lm_head = linear
         return
-    head = scalar_head(whole)
+    head = scalar_head(clone)
     name = next(name for name in HEAD_NAMES if getattr(lm, name, None) is head)
     setattr(stage, name, head)
 
 
 def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
     linear = unwrapped(model).get_output_embeddings()
-    of_head = set() if linear is None else {id(p) for p in linear.parameters()}
-    of_embedding = {id(p) for p in getattr(decoder, plan[0]).parameters()}
-    both = of_head & of_embedding
-    return frozenset(name for name, p in model.named_parameters() if id(p) in both)
+    head_ids = set() if linear is None else {id(p) for p in linear.parameters()}
+    embedding_ids = {id(p) for p in getattr(decoder, plan[0]).parameters()}
+    shared_ids = head_ids & embedding_ids
+    return frozenset(name for name, p in model.named_parameters() if id(p) in shared_ids)
 
 
 def for_sending(stage: Stage) -> Stage:
@@ -194,9 +194,9 @@ def check_cut(model: nn.Module, stages: int) -> None:
                 f"{x.dtype} hidden states; load the model in one type (model.dtype)",
                 "types-mixed",
             )
-    whole = plain_states(decoder, input_ids=ids)
-    worst = (x - whole).abs().max().item()
-    if not worst <= _TOLERANCE * whole.abs().max().item():
+    expected = plain_states(decoder, input_ids=ids)
+    worst = (x - expected).abs().max().item()
+    if not worst <= _TOLERANCE * expected.abs().max().item():
         raise ModelError(
             f"{type(decoder).__name__} cut into {stages} stages computes something else (hidden "
             f"states differ by {worst:.3g}): it does something between embeddings and layers that "
@@ -208,11 +208,11 @@ def check_cut(model: nn.Module, stages: int) -> None:
 def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
     holders = Counter(name for stage in parts for name in stage.names.values())
     for name, parameter in model.named_parameters():
-        wanted = 2 if name in parts[0].tied else 1
-        if parameter.requires_grad and holders[name] != wanted:
+        expected = 2 if name in parts[0].tied else 1
+        if parameter.requires_grad and holders[name] != expected:
             raise ModelError(
                 f"parameter '{name}' would be on {holders[name]} of {len(parts)} stages; it must "
-                f"be on {wanted}. Freeze it, or train without a pipeline",
+                f"be on {expected}. Freeze it, or train without a pipeline",
                 "parameter-on-other-stages",
             )
 
@@ -257,15 +257,15 @@ class StageLayout:
     def require(self, problem: Problem, *micro_batches: int) -> None:
         """Check that a problem has this layout and these numbers of micro-batches of the models."""
         for name, model, count in zip(NAMES, problem.models, micro_batches, strict=True):
-            given = model.stages, model.pipelines, model.pipelines * model.micro_batches
-            wanted = (*self.of(name), count)
-            if given != wanted:
-                has, runs = (
+            problem_layout = model.stages, model.pipelines, model.pipelines * model.micro_batches
+            run_layout = (*self.of(name), count)
+            if problem_layout != run_layout:
+                problem_text, run_text = (
                     f"{pipelines} pipelines of {stages} stages with {total} micro-batches"
-                    for stages, pipelines, total in (given, wanted)
+                    for stages, pipelines, total in (problem_layout, run_layout)
                 )
                 raise ConfigError(
-                    f"the problem's {name} has {has}, but what runs has {runs}; give the problem "
-                    "of this run",
+                    f"the problem's {name} has {problem_text}, but what runs has {run_text}; "
+                    "give the problem of this run",
                     "other-problem",
                 )
