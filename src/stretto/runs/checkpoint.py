@@ -71,21 +71,22 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
     with files.explained(target):
         _make_room(folder, step)
     with files.explained(target), files.new_folder(target) as scratch:
-        described = {
-            (PurePosixPath(part) / name).as_posix(): {"bytes": found.size, "sha256": found.sha256}
+        entries = {
+            (PurePosixPath(part) / name).as_posix(): {"bytes": entry.size, "sha256": entry.sha256}
             for part, write in parts.items()
-            for name, found in write(scratch / part).items()
+            for name, entry in write(scratch / part).items()
         }
-        manifest = {"format": _FORMAT, "step": step, "files": described}
+        manifest = {"format": _FORMAT, "step": step, "files": entries}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     _remove(_superfluous(folder, step, keep))
     return target
 
 
 def _make_room(folder: Path, step: int) -> None:
-    old = _found(folder)
-    if before := [number for number in old if number <= step]:
-        needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # about the same size
+    path_by_step = _found(folder)
+    if earlier_steps := [number for number in path_by_step if number <= step]:
+        # The new checkpoint has about the same size.
+        needed = (1 + files.SPARE) * files.size_of(path_by_step[max(earlier_steps)])
         free, superfluous = files.free(folder), _superfluous(folder, step, 1)
         if free < needed <= free + sum(map(files.size_of, superfluous)):
             _remove(superfluous)
@@ -97,9 +98,9 @@ def _remove(folders: Iterable[Path]) -> None:
 
 
 def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
-    found = _found(folder)
-    kept = sorted(number for number in found if number <= step)[-keep:]
-    return [path for number, path in found.items() if number not in kept]
+    path_by_step = _found(folder)
+    steps_to_keep = sorted(number for number in path_by_step if number <= step)[-keep:]
+    return [path for number, path in path_by_step.items() if number not in steps_to_keep]
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
@@ -110,12 +111,12 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     checkpoint that is skipped. Raises StateError if none is left.
     """
     require(folder)
-    found, damages = _found(folder), []
-    for step in sorted(found, reverse=True):
+    path_by_step, damages = _found(folder), []
+    for step in sorted(path_by_step, reverse=True):
         try:
-            state = _load(found[step], step)
+            state = _load(path_by_step[step], step)
         except _DamagedError as damage:
-            damages.append(f"'{found[step]}' cannot be used: {damage}")
+            damages.append(f"'{path_by_step[step]}' cannot be used: {damage}")
             continue
         for line in damages:
             note(f"{line}; going on from step {step}, before it")
@@ -168,37 +169,37 @@ def _verify(checkpoint: Path, step: int) -> None:
     """Check that all files are as written for this step."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
-        listed = manifest["files"].items()
-        described = {PurePosixPath(n): FileSum(int(f["bytes"]), f["sha256"]) for n, f in listed}
-        written_for, written_after = int(manifest["format"]), int(manifest["step"])
+        entries = manifest["files"].items()
+        file_sums = {PurePosixPath(n): FileSum(int(f["bytes"]), f["sha256"]) for n, f in entries}
+        file_format, file_step = int(manifest["format"]), int(manifest["step"])
     except FileNotFoundError:
         raise _DamagedError(
             f"it has no {_MANIFEST} (versions of Stretto before there was one wrote none)"
         ) from None
     except files.UNREADABLE as error:
         raise _DamagedError(f"{_MANIFEST} cannot be read: {error!r}") from error
-    if written_for != _FORMAT:
+    if file_format != _FORMAT:
         raise _DamagedError(
-            f"{_MANIFEST} has the format {written_for}, and this version knows {_FORMAT} alone; go "
+            f"{_MANIFEST} has the format {file_format}, and this version knows {_FORMAT} alone; go "
             "on with the version of Stretto that wrote it"
         )
-    if written_after != step:
-        raise _DamagedError(f"{_MANIFEST} is of step {written_after}, and the folder of {step}")
-    there = {name.as_posix() for name in described} | {name.parent.name for name in described}
-    if lacking := [name for name in (DRIVER, INPUTS, LEARNER) if name not in there]:
-        raise _DamagedError(f"{_MANIFEST} lists no {lacking[0]}")
+    if file_step != step:
+        raise _DamagedError(f"{_MANIFEST} is of step {file_step}, and the folder of {step}")
+    parts = {name.as_posix() for name in file_sums} | {name.parent.name for name in file_sums}
+    if missing := [name for name in (DRIVER, INPUTS, LEARNER) if name not in parts]:
+        raise _DamagedError(f"{_MANIFEST} lists no {missing[0]}")
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        for checked in [pool.submit(_compare, checkpoint / n, s) for n, s in described.items()]:
-            checked.result()
+        for comparison in [pool.submit(_compare, checkpoint / n, s) for n, s in file_sums.items()]:
+            comparison.result()
 
 
-def _compare(file: Path, written: FileSum) -> None:
+def _compare(file: Path, expected: FileSum) -> None:
     try:
-        if (has := file.stat().st_size) != written.size:
+        if (size := file.stat().st_size) != expected.size:
             raise _DamagedError(
-                f"{file.name} has {has} bytes of the {written.size} that were written"
+                f"{file.name} has {size} bytes of the {expected.size} that were written"
             )
-        if files.sum_of(file) != written:
+        if files.sum_of(file) != expected:
             raise _DamagedError(f"{file.name} is not what was written: its SHA-256 differs")
     except OSError as error:
         raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
@@ -293,14 +294,14 @@ class Checkpointer:
             self._note(f"the checkpoint of step {self._step} is not written: {failure}")
 
     def _is_due(self, step: int) -> bool:
-        every, minutes = self._observe.checkpoint_every, self._observe.checkpoint_minutes
+        interval, minutes = self._observe.checkpoint_every, self._observe.checkpoint_minutes
         if step == self._steps:
             return self._observe.checkpoints
-        if every:
-            return step % every == 0
+        if interval:
+            return step % interval == 0
         wait_s = 60 * (minutes if self._any else min(minutes, FIRST_MINUTES))
-        late = self._clock.now() - self._taken_s >= wait_s
-        return minutes > 0 and late and self._writing is None
+        overdue = self._clock.now() - self._taken_s >= wait_s
+        return minutes > 0 and overdue and self._writing is None
 
     async def _take(self, step: int) -> None:
         self._taken_s, self._step = self._clock.now(), step
@@ -343,8 +344,8 @@ class Checkpointer:
             self._any = True
         except StorageError as error:
             last = newest(self._folder)
-            there = f"the newest is of step {last}" if last else "nor any other"
-            self._note(f"{error}. There is no checkpoint of step {self._step}; {there}")
+            newest_text = f"the newest is of step {last}" if last else "nor any other"
+            self._note(f"{error}. There is no checkpoint of step {self._step}; {newest_text}")
         finally:
             if self._writing.done():  # otherwise the wait was interrupted
                 self._writing = None

@@ -38,23 +38,28 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of scored answers. RewardError without rewards, or if too many failed."""
     factors = config.reward.factors
     allowed = config.reward.failures_allowed
-    out = reasons_to_reject(answers, failures_allowed=allowed, group_at_least=1, weights=factors)
-    scored = [r for r in answers if r.id not in out]
-    each = by_episodes(scored, 1)
-    found = {SCORE: fmean(train_batch(samples).totals(factors)[0] for samples in each)}
+    reasons = reasons_to_reject(
+        answers, failures_allowed=allowed, group_at_least=1, weights=factors
+    )
+    scored_rollouts = [r for r in answers if r.id not in reasons]
+    episodes = by_episodes(scored_rollouts, 1)
+    metrics = {SCORE: fmean(train_batch(samples).totals(factors)[0] for samples in episodes)}
     if "task" in factors:
-        verdicts = [[r.scores["task"].scalar for r in samples] for samples in each]
-        right = (any(v is not None and v >= RIGHT for v in of_one) for of_one in verdicts)
-        found["eval/pass@1"] = fmean(right)
-        if late := sum(r.scores["task"].extra.get("timeouts", 0) for r in scored):
-            found["eval/timeouts"] = float(late)
-    of_sources = describe(train_batch(scored)).items()
-    found |= {f"eval/{name}": mean for name, mean in of_sources if name.startswith("reward/")}
+        verdicts = [[r.scores["task"].scalar for r in samples] for samples in episodes]
+        successes = (
+            any(v is not None and v >= RIGHT for v in episode_verdicts)
+            for episode_verdicts in verdicts
+        )
+        metrics["eval/pass@1"] = fmean(successes)
+        if timeouts := sum(r.scores["task"].extra.get("timeouts", 0) for r in scored_rollouts):
+            metrics["eval/timeouts"] = float(timeouts)
+    source_means = describe(train_batch(scored_rollouts)).items()
+    metrics |= {f"eval/{name}": mean for name, mean in source_means if name.startswith("reward/")}
     return {
-        **found,
-        "eval/length_mean": fmean(sum(map(len, samples)) for samples in each),
-        "eval/ended": fmean(samples[0].finish is FinishReason.STOP for samples in each),
-        "eval/count": float(len(each)),
+        **metrics,
+        "eval/length_mean": fmean(sum(map(len, samples)) for samples in episodes),
+        "eval/ended": fmean(samples[0].finish is FinishReason.STOP for samples in episodes),
+        "eval/count": float(len(episodes)),
     }
 
 
@@ -62,7 +67,7 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
     """Return scored greedy answers to all prompts of ``overrides.task``, for an evaluation outside
     a run, in row order without ``task.shuffle``. Uses threads and Stretto's own engine.
     """
-    plain = {
+    settings = {
         "steps": 0,
         "runtime": "inline",
         "cluster": ClusterConfig(),
@@ -86,12 +91,12 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
 
     policy = overrides.actor
     assert policy is not None
-    trained = [p for p in policy.parameters() if p.requires_grad]
+    trainable = [p for p in policy.parameters() if p.requires_grad]
     with ExitStack() as stack:
-        for parameter in trained:  # otherwise the learner would make float32 masters of them
+        for parameter in trainable:  # otherwise the learner would make float32 masters of them
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
-        drive(evaluate(start(config.model_copy(update=plain), stack, say, overrides)))
+        drive(evaluate(start(config.model_copy(update=settings), stack, say, overrides)))
     return answers
 
 
@@ -123,10 +128,10 @@ class Evaluator:
         self.best = run_dir.best()
         self._evaluated = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
         self._writing: Future[None] | None = None
-        every, facts = config.observe.eval_every, held_out.facts
-        running.schedule.evaluation = Evaluation(every, held_out.prompts, self._take)
+        interval, facts = config.observe.eval_every, held_out.facts
+        running.schedule.evaluation = Evaluation(interval, held_out.prompts, self._take)
         note(
-            f"evaluated every {every} steps on {len(held_out.prompts)} prompts of "
+            f"evaluated every {interval} steps on {len(held_out.prompts)} prompts of "
             f"{facts['rows']}; {facts['seen']}"
         )
 
@@ -149,20 +154,20 @@ class Evaluator:
         return news
 
     async def _take(self, step: int, answers: Sequence[Rollout], seconds: float) -> None:
-        found = figures(self._config, answers)
-        self.news = {EVALUATED: float(step), **found, "timing_s/eval": seconds}
+        metrics = figures(self._config, answers)
+        self.news = {EVALUATED: float(step), **metrics, "timing_s/eval": seconds}
         await self._written()
         self._evaluated.add(step)
-        if self.best and found[SCORE] <= self.best.score:
+        if self.best and metrics[SCORE] <= self.best.score:
             return
-        self.best = Best(step, found[SCORE], self._run_dir.best_model)
+        self.best = Best(step, metrics[SCORE], self._run_dir.best_model)
         await self._running.stage_model(BEST)
-        self._writing = in_background(lambda: self._write(step, found))
+        self._writing = in_background(lambda: self._write(step, metrics))
 
-    def _write(self, step: int, found: Mapping[str, float]) -> None:
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         folder = self._run_dir.best_model
         with self._running.spans.span(CHECKPOINT, BEST, step=step):
-            record = json.dumps({"step": step, **found}, indent=2) + "\n"
+            record = json.dumps({"step": step, **metrics}, indent=2) + "\n"
             with files.explained(folder), files.new_folder(folder) as scratch:
                 self._running.save_staged(BEST, scratch)
                 if is_edited(folder):

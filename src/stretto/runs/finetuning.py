@@ -182,14 +182,14 @@ class _SupervisedLoop(Generic[T]):
         dtype, trust = pick_dtype(m.dtype, device), m.trust_remote_code
         with progress.working(f"loading {path}"):
             self.tokenizer = load.load_tokenizer(path, trust)
-            four, goes_on = m.load_in_4bit, isinstance(config, SftConfig)
+            in_4bit, is_sft = m.load_in_4bit, isinstance(config, SftConfig)
             self.model: nn.Module = load.load_causal_lm(
-                path, dtype, device, trust, load_in_4bit=four, merged=not goes_on
+                path, dtype, device, trust, load_in_4bit=in_4bit, merged=not is_sft
             )
         self.ends = load.end_token_ids(self.model, self.tokenizer)
         layout = PromptLayout(self.tokenizer, self.ends, data)
         with progress.working("tokenising the rows"):
-            made, reasons = attempt(rows, lambda row: tokenise(row, layout), data)
+            examples, reasons = attempt(rows, lambda row: tokenise(row, layout), data)
         if unused := dropped + reasons:
             note(
                 f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left "
@@ -203,19 +203,19 @@ class _SupervisedLoop(Generic[T]):
             )
         # A cut row would lose its end, which shows the end of the response or why it is better.
         limit = f"data.max_tokens = {data.max_tokens}"
-        kept = [row for row in made if length(row) <= data.max_tokens]
-        if not kept:
+        usable_rows = [row for row in examples if length(row) <= data.max_tokens]
+        if not usable_rows:
             raise TaskError(
-                f"all {len(made)} rows are longer than {limit} (the shortest has "
-                f"{min(map(length, made))} tokens); raise that limit",
+                f"all {len(examples)} rows are longer than {limit} (the shortest has "
+                f"{min(map(length, examples))} tokens); raise that limit",
                 "all-rows-too-long",
             )
-        if long := len(made) - len(kept):
-            note(f"{long} of {len(made)} rows are longer than {limit} and left out")
+        if n_long := len(examples) - len(usable_rows):
+            note(f"{n_long} of {len(examples)} rows are longer than {limit} and left out")
         self.rows: list[T]
         self.held: list[T]
         self.rows, self.held = supervised.hold_out(
-            kept, lambda row: row.prompt, data.held_out, config.seed
+            usable_rows, lambda row: row.prompt, data.held_out, config.seed
         )
         self._total = supervised.updates(config, len(self.rows))
         note(
@@ -244,13 +244,13 @@ class _SupervisedLoop(Generic[T]):
 
             def after(step: int, metrics: Stats) -> None:
                 nonlocal last, since_s
-                took_s = time.perf_counter() - since_s
-                every, self.done = config.measure_every, step
-                due = self.held and (step == total or (every and step % every == 0))
+                step_s = time.perf_counter() - since_s
+                interval, self.done = config.measure_every, step
+                due = self.held and (step == total or (interval and step % interval == 0))
                 last = {
                     **metrics,
-                    "timing_s/step": took_s,
-                    "perf/throughput": metrics["data/tokens"] / took_s,
+                    "timing_s/step": step_s,
+                    "perf/throughput": metrics["data/tokens"] / step_s,
                     **(measure() if due else {}),
                 }
                 recorder.step(step, last)

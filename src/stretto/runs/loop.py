@@ -132,8 +132,10 @@ def taken_again(first: int, recorded: int) -> str:
     """Describe the recorded steps that a run repeats if it continues after the step ``first``."""
     if recorded <= first:
         return ""
-    lost = f"steps {first + 1} to {recorded} are" if first + 1 < recorded else f"step {recorded} is"
-    return f"; {lost} taken again"
+    steps = (
+        f"steps {first + 1} to {recorded} are" if first + 1 < recorded else f"step {recorded} is"
+    )
+    return f"; {steps} taken again"
 
 
 GRAPHS = "engine/graphs"
@@ -181,9 +183,9 @@ class _TrainingLoop:
         folder, note = self.run_dir.checkpoints, self.recorder.note
         checkpoints = Checkpointer(running, folder, self.inputs, config.observe, config.steps, note)
         self.checkpoints = checkpoints
-        planned = config.pipeline.ranks and config.pipeline.schedule != "serial"
-        also = ", with a search for pipeline schedules" if planned else ""
-        shown: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{also}")
+        has_search = config.pipeline.ranks and config.pipeline.schedule != "serial"
+        suffix = ", with a search for pipeline schedules" if has_search else ""
+        status: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{suffix}")
         try:
             async with self.evaluator or nullcontext(), checkpoints, running.schedule as schedule:
                 if self.evaluator and not self.done:
@@ -193,9 +195,9 @@ class _TrainingLoop:
                 while self.done < config.steps:
                     for function in running.functions:
                         function.global_step = self.done
-                    with shown:
+                    with status:
                         await self._complete(schedule, self._step(schedule, checkpoints))
-                    shown = nullcontext()
+                    status = nullcontext()
                     if self.stopped:
                         raise StoppedError(self.stopped, "stopped")
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
@@ -291,20 +293,20 @@ class _TrainingLoop:
         self.done += 1
         recorder = self.recorder
         spans = self.running.spans
-        shown = self.config.observe.samples
+        n_samples = self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
-        evaluated = self.evaluator.take_news() if self.evaluator else {}
-        own = {**step.stats, **extra_means(step.batch), **timings, **_graphs(spans.records)}
+        eval_metrics = self.evaluator.take_news() if self.evaluator else {}
+        metrics = {**step.stats, **extra_means(step.batch), **timings, **_graphs(spans.records)}
         now_s = time.monotonic()
         step_s, self.recorded_s = now_s - self.recorded_s, now_s
         if minutes := self.config.minutes:
-            own[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
-        eager = own.get(GRAPHS) == 0 and self.stats.get(GRAPHS) != 0  # note it only once
-        self.stats = {**own, **self.running.metrics(), **evaluated}
+            metrics[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
+        eager = metrics.get(GRAPHS) == 0 and self.stats.get(GRAPHS) != 0  # note it only once
+        self.stats = {**metrics, **self.running.metrics(), **eval_metrics}
         recorder.step(
             self.done,
             self.stats,
-            [self._sample(r, step.rewards[r.id]) for r in step.batch[:shown]],
+            [self._sample(r, step.rewards[r.id]) for r in step.batch[:n_samples]],
             window=spans.take(),
             rollouts=[*step.batch, *step.rejected],
             rewards=step.rewards,
@@ -320,11 +322,11 @@ class _TrainingLoop:
             failures = [s.failure for s in rollout.scores.values() if s.failure]
             reason = "; ".join(failures) or rollout.rejected_because
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
-        asked = self.on_step(self.done, self.stats)
-        self.save_asked = asked == "save"
+        request = self.on_step(self.done, self.stats)
+        self.save_asked = request == "save"
         if self.done < self.config.steps:
-            worse = self.evaluator.exhausted if self.evaluator and evaluated else ""
-            self.stopped = "on_step returned 'stop'" if asked == "stop" else worse
+            early_stop = self.evaluator.exhausted if self.evaluator and eval_metrics else ""
+            self.stopped = "on_step returned 'stop'" if request == "stop" else early_stop
             if not self.stopped and self.stats.get(TIME_LEFT, math.inf) < step_s:
                 self.stopped = f"another step would not fit into minutes = {self.config.minutes:g}"
 
@@ -354,11 +356,11 @@ class Inputs:
 
     def take(self, subject: str, own: Mapping[str, str]) -> None:
         """Record a subject's fingerprint."""
-        had = self.before.get(subject, own)
-        if had != own:
+        previous = self.before.get(subject, own)
+        if previous != own:
             raise StateError(
                 f"{subject} is not what the run was started with; of it, this differs: "
-                f"{_differences(had, own)}. Restore it, or start a new run",
+                f"{_differences(previous, own)}. Restore it, or start a new run",
                 "other-inputs",
             )
         self.found[subject] = own
@@ -372,15 +374,15 @@ class Inputs:
         say: Say,
     ) -> None:
         """Record the models that are loaded by name. The reference is the initial actor."""
-        named = [("reward.sources", s.name, s.model) for s in rewards]
-        named = [each for each in named if each[1] not in overrides.reward_models]
+        models = [("reward.sources", s.name, s.model) for s in rewards]
+        models = [entry for entry in models if entry[1] not in overrides.reward_models]
         if critic and overrides.critic is None:
-            named.insert(0, ("critic.init", critic, critic))
+            models.insert(0, ("critic.init", critic, critic))
         if overrides.actor is None:
-            named.insert(0, ("model.name", model.name, model.name))
-        for setting, name, path in named:
-            own = identity(path, model.trust_remote_code, say)
-            self.take(f"{setting} = '{name}'", own)
+            models.insert(0, ("model.name", model.name, model.name))
+        for setting, name, path in models:
+            fingerprint = identity(path, model.trust_remote_code, say)
+            self.take(f"{setting} = '{name}'", fingerprint)
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
         """Record the training rows of the task with this name."""
@@ -390,13 +392,15 @@ class Inputs:
         self.take(subject, prompts.identity)
 
 
-def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:
-    differing = [name for name in {**had, **own} if had.get(name) != own.get(name)]
-    facts = [
-        f"{name} ({had.get(name, 'none')} then, {own.get(name, 'none')} now)"
-        for name in differing
-        if not had.get(name, own.get(name, "")).startswith(SHA256)
+def _differences(previous: Mapping[str, str], current: Mapping[str, str]) -> str:
+    differing = [
+        name for name in {**previous, **current} if previous.get(name) != current.get(name)
     ]
-    named = facts or differing
-    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
-    return ", ".join(named[:SHOWN]) + more
+    facts = [
+        f"{name} ({previous.get(name, 'none')} then, {current.get(name, 'none')} now)"
+        for name in differing
+        if not previous.get(name, current.get(name, "")).startswith(SHA256)
+    ]
+    lines = facts or differing
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return ", ".join(lines[:SHOWN]) + more
