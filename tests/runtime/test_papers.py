@@ -41,7 +41,7 @@ def test_recipes_and_tables_take_a_papers_batch_from_one_number(column: int, nam
     assert recipe.rollout.samples_per_prompt == task.samples
     assert recipe.rollout.batch == task.prompts * task.samples
     rows = {}
-    for line in (PAGE.parent / "algorithms.md").read_text().splitlines():
+    for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5:
             rows[cells[0]] = cells[1 + column].replace(",", "")
