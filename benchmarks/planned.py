@@ -1,4 +1,4 @@
-"""Plans for three papers' settings: the blocks of docs/planning.md.
+"""Plans for three papers' settings: the example and a table of docs/planning.md.
 
     python benchmarks/planned.py                  # all three, some minutes
     python benchmarks/planned.py --settings oppo-7b
