@@ -65,16 +65,16 @@ def _robust(features: Array, took_s: Array) -> Array:
 def nonnegative(x: Array, y: Array) -> Array:
     """Solve least squares of x [n, k] and y [n], dropping columns with negative coefficients."""
     norms = np.linalg.norm(x, axis=0)
-    used = np.flatnonzero(norms)
-    while used.size:
+    columns = np.flatnonzero(norms)
+    while columns.size:
         # Normalize columns, because tokens and steps are orders of magnitude apart.
-        found = np.linalg.lstsq(x[:, used] / norms[used], y, rcond=None)[0] / norms[used]
-        if (found >= 0).all():
+        fit = np.linalg.lstsq(x[:, columns] / norms[columns], y, rcond=None)[0] / norms[columns]
+        if (fit >= 0).all():
             break
-        used = np.delete(used, int(np.argmin(found * norms[used])))
+        columns = np.delete(columns, int(np.argmin(fit * norms[columns])))
     coefficients = np.zeros(x.shape[1])
-    if used.size:
-        coefficients[used] = found
+    if columns.size:
+        coefficients[columns] = fit
     return coefficients
 
 
@@ -95,17 +95,17 @@ def calibrate(
     spans: Iterable[Span], threads: Mapping[str, int] = {}, cores: int = 0
 ) -> Calibration:
     """Fit all costs to a run's spans. Raises StateError if generator or learner has none."""
-    as_they_were = list(spans)
+    all_spans = list(spans)
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in undisturbed(as_they_were, threads, cores):
+    for span in undisturbed(all_spans, threads, cores):
         if span.role == WEIGHT_SYNC:  # contains the loads of all roles
             sends[span.attributes.get("model", "")].append(replace(span, name="load"))
         elif not span.waits and span.role not in NO_DEVICES:
             by_role[role_of(span)].append(span)
     loads_s = {
-        name: _mean_s(sends.get("actor" if name == "generator" else name) or found, "load")
-        for name, found in by_role.items()
+        name: _mean_s(sends.get("actor" if name == "generator" else name) or role_spans, "load")
+        for name, role_spans in by_role.items()
     }
     for role, name in (("generator", "gen"), ("learner", "update")):
         if not any(s.name == name for s in by_role[role]):
@@ -124,8 +124,8 @@ def calibrate(
         },
         loads_s=loads_s,
         learner=_learner(learner),
-        call_s=_call_s(as_they_were),
-        driver=_driver(as_they_were),
+        call_s=_call_s(all_spans),
+        driver=_driver(all_spans),
     )
 
 
@@ -139,9 +139,9 @@ def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -
     changes: defaultdict[float, int] = defaultdict(int)
     for span in spans:
         works = not span.waits and span.role not in NO_DEVICES
-        used = threads[role_of(span)] if works else 0
-        changes[span.start_s] += used
-        changes[span.end_s] -= used
+        span_threads = threads[role_of(span)] if works else 0
+        changes[span.start_s] += span_threads
+        changes[span.end_s] -= span_threads
     done_s = at_s = 0.0  # seconds of undisturbed work
     busy = 0
     done: dict[float, float] = {}
@@ -178,8 +178,8 @@ def _fit_line(
 ) -> list[float]:
     amounts = [float(amount(s)) for s in spans]
     if amounts and max(amounts) < ALIKE * min(amounts):
-        return [0.0, *_fit(spans, [[each] for each in amounts], far_off)]
-    return _fit(spans, [[1.0, each] for each in amounts], far_off)
+        return [0.0, *_fit(spans, [[units] for units in amounts], far_off)]
+    return _fit(spans, [[1.0, units] for units in amounts], far_off)
 
 
 def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
@@ -201,8 +201,8 @@ def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
 def _scorer(spans: Sequence[Span]) -> costs.PrefillCost | costs.SampleCost:
     calls = [s for s in spans if s.name.partition("/")[0] in ("prefill", "score")]
     if any("tokens" in s.attributes for s in calls):
-        known = [s for s in calls if s.attributes.get("tokens")]
-        call_s, token_s = _fit_line(known, lambda s: s.attributes["tokens"])
+        calls_with_tokens = [s for s in calls if s.attributes.get("tokens")]
+        call_s, token_s = _fit_line(calls_with_tokens, lambda s: s.attributes["tokens"])
         return costs.PrefillCost(call_s=call_s, token_s=token_s)
     call_s, sample_s = _fit_line(
         calls, lambda s: s.attributes.get("rollouts_count", len(s.attributes["rollouts"]))
@@ -222,11 +222,11 @@ def _driver(spans: Sequence[Span]) -> dict[str, costs.DriverCost]:
     for span in spans:
         if span.role == DRIVER:
             by_name[span.name].append(span)
-    found = {}
+    cost_by_name = {}
     for name, work in by_name.items():
         call_s, item_s = _fit_line(work, lambda s: s.attributes["items"], far_off=math.inf)
-        found[name] = costs.DriverCost(call_s=call_s, item_s=item_s)
-    return found
+        cost_by_name[name] = costs.DriverCost(call_s=call_s, item_s=item_s)
+    return cost_by_name
 
 
 def _call_s(spans: Sequence[Span]) -> float:
@@ -278,7 +278,7 @@ def fitted(points: Sequence[Point], device: MeasuredDevice) -> Hardware:
     seconds hardly grow with the work, a pass is assumed to run at the peak, and a decode step to
     read like a copy of about its size. Raises StateError if a kind has no points."""
     of = {kind: [p for p in points if p.kind == kind] for kind in KINDS}
-    if missing := [kind for kind, found in of.items() if not found]:
+    if missing := [kind for kind, kind_points in of.items() if not kind_points]:
         problem = f"no points of {', '.join(missing)}: measure every kind of work"
         raise StateError(problem, "no-points")
     # A run's work may outdo a plain product or copy, for example because of caches.
@@ -316,10 +316,10 @@ def predicted_s(point: Point, on: Hardware) -> float:
         "broadcast": gpu.link_bytes_per_s * a.link,
         "swap": gpu.host_bytes_per_s * a.link,
     }
-    beside_s = {"prefill": a.call_s, "decode": a.step_s, "reduce": a.reduce_s}.get(point.kind, 0.0)
+    fixed_s = {"prefill": a.call_s, "decode": a.step_s, "reduce": a.reduce_s}.get(point.kind, 0.0)
     flops = gpu.flops * shares.get(point.kind, 1.0)
     speed = speeds.get(point.kind, gpu.memory_bytes_per_s)
-    return beside_s + max(point.flops / flops, point.size / speed)
+    return fixed_s + max(point.flops / flops, point.size / speed)
 
 
 def _decoding(
@@ -334,9 +334,9 @@ def _decoding(
         computed_s = [p.flops / flops * (i >= reading) for i, p in enumerate(ordered)]
         return _line(ordered, sizes, peak, otherwise, computed_s)
 
-    def error(found: tuple[float, float]) -> float:
-        beside_s, read = found
-        took = ((beside_s + max(p.size / read, p.flops / flops)) / p.seconds for p in points)
+    def error(candidate: tuple[float, float]) -> float:
+        fixed_s, read = candidate
+        took = ((fixed_s + max(p.size / read, p.flops / flops)) / p.seconds for p in points)
         return sum((t - 1) ** 2 for t in took)
 
     return min(map(fit, range(len(points), -1, -1)), key=error)
@@ -354,11 +354,11 @@ def _line(
     amount, seconds = np.array(work), np.array([p.seconds for p in points])
     unknown_s = seconds - np.array(known_s) if known_s else seconds
     once = 1 / seconds[:, None]  # relative errors: points differ in length by orders of magnitude
-    beside_s, unit_s = nonnegative(np.hstack([once, once * amount[:, None]]), unknown_s / seconds)
+    fixed_s, unit_s = nonnegative(np.hstack([once, once * amount[:, None]]), unknown_s / seconds)
     if unit_s * peak >= 1:
-        return float(beside_s), float(1 / unit_s)
-    (beside_s,) = nonnegative(once, (unknown_s - amount / otherwise) / seconds)
-    return float(beside_s), otherwise
+        return float(fixed_s), float(1 / unit_s)
+    (fixed_s,) = nonnegative(once, (unknown_s - amount / otherwise) / seconds)
+    return float(fixed_s), otherwise
 
 
 def _rate(points: Sequence[Point]) -> float:

@@ -118,8 +118,8 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
         elif plain.sharing == "learner":
             seen = replace(plain, generator=Mesh(1))
         for way in quickest(seen):
-            again = way.checkpointing
-            layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=again)
+            checkpointing = way.checkpointing
+            layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=checkpointing)
             for variant, schedule in spec.variants.items():
                 candidate = Candidate(layout, variant, schedule)
                 if _pointless(candidate):
@@ -143,12 +143,12 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     models = spec.models
     layout = candidate.layout
     rows = spec.in_flight(candidate.schedule)
-    found = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
+    phases = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
     if candidate.schedule.knobs.streams:
         tensor, copies = layout.scorer.tensor, layout.scorer.data
         tokens = rows * spec.workload.mean_tokens / copies
         streams = tokens * sum(memory.cache_bytes(shape, tensor) for shape in models.scoring)
-        found["scoring"] = {**found["scoring"], "responses that stream": streams}
+        phases["scoring"] = {**phases["scoring"], "responses that stream": streams}
     stages = layout.learner.stages
     more = {
         "1f1b": 0.0,
@@ -157,9 +157,9 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
         "fused": 1.0,  # at most: micro-batches of both models are in flight
     }[candidate.pipelining]
     if more:
-        more *= found["training"]["activations"]
-        found["training"] = {**found["training"], "activations of more micro-batches": more}
-    return found
+        more *= phases["training"]["activations"]
+        phases["training"] = {**phases["training"], "activations of more micro-batches": more}
+    return phases
 
 
 def _pipelinings(spec: PlanSpec, layout: Layout) -> Iterator[Pipelining]:
@@ -232,8 +232,8 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
 
 def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
     ways = [
-        replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=again)
-        for tokens, again in product(MICRO_TOKENS, (False, True))
+        replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=checkpointing)
+        for tokens, checkpointing in product(MICRO_TOKENS, (False, True))
     ]
     tokens = int(spec.workload.batch * spec.workload.mean_tokens)
     ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
@@ -248,12 +248,12 @@ def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
     engines = candidate.engines
     slots = slots_of(spec, candidate)
     devices, generators = layout.devices, layout.devices["generators"]
-    cost, each = cost_of_generator(spec, layout), len(generators) // engines
+    cost, per_engine = cost_of_generator(spec, layout), len(generators) // engines
     return Cluster(
         call_s=MESSAGE_S,
         generators=tuple(
             GeneratorRole(
-                devices=generators[i * each : (i + 1) * each],
+                devices=generators[i * per_engine : (i + 1) * per_engine],
                 tensor_parallel=layout.generator.tensor,
                 cost=cost,
                 slots=slots,
@@ -317,26 +317,26 @@ def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerR
     """Return the scoring models. Each generator on shared devices has its own copies."""
     models, devices = spec.models, layout.devices["scorers"]
     hosted = layout.sharing in ("all", "generators")
-    named: list[tuple[str, ScoreKind, Shape | None]] = [
+    roles: list[tuple[str, ScoreKind, Shape | None]] = [
         ("reward", "reward", models.reward),
         ("reference", "logprobs", models.reference),
         ("critic", "values", models.critic),
     ]
     count = engines if hosted else 1
-    each = len(devices) // count
+    per_copy = len(devices) // count
     mesh = Mesh(max(layout.scorer.data // count, 1), layout.scorer.tensor)
     length = spec.workload.mean_tokens
     return [
         ScorerRole(
             name=name,
             kind=kind,
-            devices=devices[i * each : (i + 1) * each],
+            devices=devices[i * per_copy : (i + 1) * per_copy],
             cost=formulas.prefill_cost(shape, mesh, spec.hardware, length=length),
             follows="critic" if name == "critic" else "",
             load_s=_critic_load_s(shape, layout, spec.hardware) if name == "critic" else 0.0,
             host=i if hosted else None,
         )
-        for name, kind, shape in named
+        for name, kind, shape in roles
         if shape is not None
         for i in range(count)
     ]
@@ -347,8 +347,8 @@ def swap_s(spec: PlanSpec, layout: Layout) -> float:
     if not layout.offload:
         return 0.0
     on, models = spec.hardware, spec.models
-    moved = 2 * memory.kept_bytes(models, layout.learner) + memory.frozen_bytes(models, layout)
-    return moved / (on.links.host_bytes_per_s * on.assumed.link)
+    size = 2 * memory.kept_bytes(models, layout.learner) + memory.frozen_bytes(models, layout)
+    return size / (on.links.host_bytes_per_s * on.assumed.link)
 
 
 def _critic_load_s(critic: Shape, layout: Layout, on: Hardware) -> float:

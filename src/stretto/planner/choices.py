@@ -56,7 +56,7 @@ def fitted(
     device = pick_device("cpu" if unseen else m.device)
     if device.type == "cpu" and not unseen:
         return config
-    here = unseen or capacity(str(device))
+    gpu_bytes = unseen or capacity(str(device))
     width = pick_dtype(m.dtype, device).itemsize
     try:
         if not is_known(m.name) and model_info(m.name) is None:
@@ -65,31 +65,35 @@ def fitted(
             shapes, adapters = known_shapes(config)
             elsewhere = bool(config.cluster.address)
             gpus = torch.cuda.device_count() if cluster_gpus is None else cluster_gpus
-            found = places(config, config.threads or torch.get_num_threads(), gpus)
+            placements = places(config, config.threads or torch.get_num_threads(), gpus)
             fits: Fitted = fitted_run(
                 config,
-                found,
+                placements,
                 shapes,
                 width,
                 adapters,
-                lambda name: here if elsewhere else capacity(name),
+                lambda name: gpu_bytes if elsewhere else capacity(name),
             )
         else:
-            fits = with_passes(config, lambda tried: supervised_fits(tried, width, here))
+            fits = with_passes(
+                config, lambda candidate: supervised_fits(candidate, width, gpu_bytes)
+            )
     except ModelError as error:
         say(f"passes are not fitted to the GPU's memory, as the model's is not known: {error}")
         return config
     names = ["training.microbatch_tokens", "model.gradient_checkpointing"]
     if isinstance(config, Config):
         names += ["rollout.slots", "rollout.engine_args"]
-    chosen = [
+    settings = [
         f"{name} = {value}"
         for name in names
         if (value := attrgetter(name)(fits)) != attrgetter(name)(config)
     ]
-    if chosen:
-        said = "taken to have" if unseen else "of"
-        say(f"by the memory plan of a GPU {said} {format_size(here)}: {', '.join(chosen)}")
+    if settings:
+        wording = "taken to have" if unseen else "of"
+        say(
+            f"by the memory plan of a GPU {wording} {format_size(gpu_bytes)}: {', '.join(settings)}"
+        )
     return fits
 
 
@@ -104,8 +108,8 @@ def fitted_run(
     """Return the settings with passes, slots and vLLM's memory share that fit the GPUs."""
 
     def loads(config: Config) -> list[Load]:
-        every = RunMemory(config).loads(found, shapes, width, adapters, room)
-        return [load for load in every if load.device != "cpu"]
+        all_loads = RunMemory(config).loads(found, shapes, width, adapters, room)
+        return [load for load in all_loads if load.device != "cpu"]
 
     def fits(config: Config, phases: Sequence[str] = ("scoring", "training")) -> bool:
         found = loads(config)
@@ -113,43 +117,43 @@ def fitted_run(
 
     able = config.rollout.capabilities
     share, sleep = able.share_argument, able.sleep_argument
-    beside = _sharing_engine(config, found)
-    if not beside:
+    place = _sharing_engine(config, found)
+    if not place:
         return with_passes(_with_slots(config, partial(fits, phases=PHASES)), fits)
-    given = {sleep: not RunMemory(config).at_once, **config.rollout.engine_args}
-    left_open = share not in given
-    size = room(beside.device)
-    least = width * shapes["actor"].held(len(beside.devices)) / size
+    engine_args = {sleep: not RunMemory(config).at_once, **config.rollout.engine_args}
+    left_open = share not in engine_args
+    size = room(place.device)
+    least = width * shapes["actor"].held(len(place.devices)) / size
     if left_open:
-        given[share] = 2 * least  # as much for keys and values as for weights
-    config = with_passes(config.changed_in("rollout", engine_args=given), fits)
+        engine_args[share] = 2 * least  # as much for keys and values as for weights
+    config = with_passes(config.changed_in("rollout", engine_args=engine_args), fits)
     if not left_open:
         return config
-    awake = ("generation", SYNC) if given[sleep] else PHASES
-    none = config.changed_in("rollout", engine_args={**given, share: 0.0})
-    others = max(
+    awake = ("generation", SYNC) if engine_args[sleep] else PHASES
+    none = config.changed_in("rollout", engine_args={**engine_args, share: 0.0})
+    other_share = max(
         load.phase(name).total() / room(load.device) for load in loads(none) for name in awake
     )
-    if FILLED - others < least:
+    if FILLED - other_share < least:
         raise ConfigError(
-            f"{able.title}'s weights take {format_size(round(least * size))} of {beside.device}, "
-            f"and other roles leave {format_size(max(round((FILLED - others) * size), 0))} of "
+            f"{able.title}'s weights take {format_size(round(least * size))} of {place.device}, "
+            f"and other roles leave {format_size(max(round((FILLED - other_share) * size), 0))} of "
             f"{format_size(size)}. Give them other GPUs (cluster.processes), more of them "
             "(fsdp, tp), or take LoRA",
             "memory-exceeded",
         )
     # The engine refuses to start unless this share is free.
-    given = {**given, share: math.floor(100 * (FILLED - others)) / 100}
-    return config.changed_in("rollout", engine_args=given)
+    engine_args = {**engine_args, share: math.floor(100 * (FILLED - other_share)) / 100}
+    return config.changed_in("rollout", engine_args=engine_args)
 
 
 def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
     """Halve an unset ``rollout.slots`` until passes of few tokens fit too, unless the engine sizes
     its cache itself."""
 
-    def few(tried: Config) -> bool:
-        again = tried.model.gradient_checkpointing == "on"
-        return again and tried.training.microbatch_tokens <= BESIDE_SLOTS
+    def few(candidate: Config) -> bool:
+        checkpointing = candidate.model.gradient_checkpointing == "on"
+        return checkpointing and candidate.training.microbatch_tokens <= BESIDE_SLOTS
 
     passes, slots = with_passes(config, few), config.engine_rows
     if config.rollout.slots or config.rollout.capabilities.sizes_cache or fits(passes):
@@ -160,34 +164,36 @@ def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
     return config
 
 
-def _sharing_engine(config: Config, found: Sequence[ProcessPlacement]) -> ProcessPlacement | None:
+def _sharing_engine(
+    config: Config, placements: Sequence[ProcessPlacement]
+) -> ProcessPlacement | None:
     """Return a place whose engine takes a share of a GPU that has other roles, if any."""
-    taken = Counter(device for place in found for device in place.devices)
-    beside = (p for p in found if any(taken[device] > 1 for device in p.devices))
-    return next((place for place in beside if place.takes_share(config.rollout)), None)
+    place_counts = Counter(device for place in placements for device in place.devices)
+    shared_places = (p for p in placements if any(place_counts[device] > 1 for device in p.devices))
+    return next((place for place in shared_places if place.takes_share(config.rollout)), None)
 
 
 def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:
     """Fill open pass tokens and checkpointing by the first fitting, or the last, :data:`PASSES`."""
     model, training = config.model, config.training
-    found = config
-    for tokens, again in PASSES:
+    candidate = config
+    for tokens, checkpointing in PASSES:
         if model.gradient_checkpointing == "auto":
-            found = found.changed_in("model", gradient_checkpointing=again)
+            candidate = candidate.changed_in("model", gradient_checkpointing=checkpointing)
         if not training.microbatch_tokens:
-            found = found.changed_in("training", microbatch_tokens=tokens)
-        if fits(found):
+            candidate = candidate.changed_in("training", microbatch_tokens=tokens)
+        if fits(candidate):
             break
-    return found
+    return candidate
 
 
 def supervised_fits(config: SftConfig | RewardModelConfig, width: int, room: int) -> bool:
     """Return whether supervised training fits one GPU. Raises as :func:`known_shapes` does."""
     m, sides = config.model, 1 if isinstance(config, SftConfig) else 2
     shape = model_shape(m)
-    held = DeviceMemory(width=width, adapters=lora_adapters(m))
-    held.put("contexts", CONTEXT)
-    held.put_learner(
+    memory = DeviceMemory(width=width, adapters=lora_adapters(m))
+    memory.put("contexts", CONTEXT)
+    memory.put_learner(
         [shape if sides == 1 else shape.valued()],
         Mesh(1),
         max(config.training.microbatch_tokens, sides * config.data.max_tokens),
@@ -196,4 +202,4 @@ def supervised_fits(config: SftConfig | RewardModelConfig, width: int, room: int
         versions=0,
         copies=True,
     )
-    return held.during("training").total() <= FILLED * room
+    return memory.during("training").total() <= FILLED * room

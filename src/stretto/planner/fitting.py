@@ -152,7 +152,10 @@ def format_plan(plan: MemoryPlan) -> str:
         [
             f"Memory for weights, gradients and Adam states; {parameters} parameters a model "
             f"({trained}{where})",
-            *(f"  {role:<10} {sixteen:>10}   {own:>15}" for role, sixteen, own in rows),
+            *(
+                f"  {role:<10} {sixteen:>10}   {mixed_size:>15}"
+                for role, sixteen, mixed_size in rows
+            ),
             "  16-bit: weights 2 bytes and Adam 4 bytes a parameter, as systems papers count.",
             "  mixed precision: fp32 master weights, gradients and Adam states, 16 bytes a trained "
             "parameter. This is what Stretto uses.",
@@ -198,9 +201,9 @@ def known_shapes(config: Config) -> tuple[dict[str, Shape], Adapters | None]:
     init = config.critic.init
     valued = starts[init] if init in starts else _valued(init)
     draft = config.rollout.speculative_model
-    found = {"actor": actor, "reference": actor, "critic": valued, **rewards}
-    found["draft"] = _known(draft) if draft else None
-    return {role: shape for role, shape in found.items() if shape}, adapters
+    shapes = {"actor": actor, "reference": actor, "critic": valued, **rewards}
+    shapes["draft"] = _known(draft) if draft else None
+    return {role: shape for role, shape in shapes.items() if shape}, adapters
 
 
 def model_shape(model: ModelConfig) -> Shape:
@@ -233,20 +236,20 @@ def _known(name: str) -> Shape | None:
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
     """Yield remarks on phases that might not fit. Raises ConfigError if the states do not."""
     for load in found:
-        there = capacity(load.device)
+        device_bytes = capacity(load.device)
         name = load.fullest
         certain = load.certain
         takes = format_size(load.phase(name).total())
         where = "this machine" if load.device == "cpu" else load.device
-        where = f"{where}, which has {format_size(there)}"
-        if certain.total() > there:
+        where = f"{where}, which has {format_size(device_bytes)}"
+        if certain.total() > device_bytes:
             raise ConfigError(
                 f"weights and states take {format_size(certain.total())} of {where}, in every "
                 f"phase ({_most(certain)}); {name} would take {takes}. Give roles more processes "
                 "on other devices (fsdp, tp), a smaller model, or LoRA",
                 "memory-exceeded",
             )
-        if not load.fits(name, there):
+        if not load.fits(name, device_bytes):
             yield (
                 f"{name} may take {takes} of {where} ({_most(load.phase(name))}); lower "
                 "rollout.slots or training.microbatch_tokens if it runs out of memory"
@@ -271,8 +274,8 @@ def table(found: Sequence[Load]) -> str:
     lines = [f"  {'device':<8}" + "".join(f"  {name:>11}" for name in PHASES) + "  most of it"]
     for load in found:
         cells = "".join(f"  {format_size(load.phase(name).total()):>11}" for name in PHASES)
-        ((most, _),) = load.phase(load.fullest).most_common(1)
-        lines.append(f"  {load.device:<8}{cells}  {most}")
+        ((largest_part, _),) = load.phase(load.fullest).most_common(1)
+        lines.append(f"  {load.device:<8}{cells}  {largest_part}")
     return "\n".join(lines)
 
 
@@ -307,7 +310,7 @@ class RunMemory:
     ) -> list[Load]:
         """Return the memory of each device, with ``width`` bytes a weight. An engine that sizes its
         cache takes a share of the bytes that ``room`` (default: :func:`capacity`) returns."""
-        c, kept = self.config, published(self.config.schedule.knobs, found)
+        c, versions = self.config, published(self.config.schedule.knobs, found)
         bucket = c.cluster.bucket_mb << 20
         by_device: dict[str, Load] = {}
         for place in found:
@@ -317,25 +320,27 @@ class RunMemory:
             else:
                 holds.put("contexts", CONTEXT)
                 holds.put("communicators", COMMUNICATOR * self._communicators(place, found))
-            self._put_roles(holds, place, shapes, kept, room or capacity)
+            self._put_roles(holds, place, shapes, versions, room or capacity)
             for device in place.devices:
                 load = by_device.setdefault(device, Load(device=device, at_once=self.at_once))
                 load.add(holds)
         return list(by_device.values())
 
-    def _communicators(self, place: ProcessPlacement, found: Sequence[ProcessPlacement]) -> int:
+    def _communicators(
+        self, place: ProcessPlacement, placements: Sequence[ProcessPlacement]
+    ) -> int:
         learner = self.config.cluster.process_of(LEARNER)
         trains = any(seat.role == LEARNER for seat in place.roles)
         ways = (learner.fsdp, learner.tp) if trains else (len(place.devices),)
         follows = any(seat.scorer in ("", "critic") for seat in place.roles)
-        return sum(ranks > 1 for ranks in ways) + (follows and len(found) > 1)
+        return sum(ranks > 1 for ranks in ways) + (follows and len(placements) > 1)
 
     def _put_roles(
         self,
         holds: DeviceMemory,
         place: ProcessPlacement,
         shapes: Mapping[str, Shape],
-        kept: int,
+        versions: int,
         room: Callable[[str], int],
     ) -> None:
         c, process = self.config, self.config.cluster.process_of(LEARNER)
@@ -357,7 +362,7 @@ class RunMemory:
                     tokens,
                     () if inline else models,
                     checkpointing=c.model.gradient_checkpointing == "on",
-                    versions=kept,
+                    versions=versions,
                     copies=copies,
                     shared=models[1:] if copies and c.critic.init == "actor" else (),
                     moments=moments if rests else (),
@@ -365,12 +370,12 @@ class RunMemory:
                 )
             elif model := shapes.get(seat.scorer or "actor"):
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")
-                own = reads if follows else ""
+                seat_reads = reads if follows else ""
                 # Engines of one process share a copy. The reference is the actor without adapters.
                 another = inline and generates and seat.role not in ("generator", "generator 0")
                 trains = copies and any(other.role == LEARNER for other in place.roles)
                 if another or (trains and seat.scorer == "reference" and holds.adapters):
-                    own = "all"
+                    seat_reads = "all"
                 share = None
                 if generates and place.takes_share(c.rollout):
                     share = c.rollout.memory_share * room(place.device)
@@ -384,7 +389,7 @@ class RunMemory:
                     positions=c.longest,
                     logits=seat.scorer == "reference",
                     rests=(share is not None and c.rollout.sleeps) if generates else rests,
-                    reads=own,
+                    reads=seat_reads,
                     share=share,
                 )
                 if generates and share is None and (draft := shapes.get("draft")):
@@ -425,8 +430,8 @@ class RunMemory:
             return []
         width = pick_dtype(c.model.dtype, pick_device(c.model.device)).itemsize
         gpus = torch.cuda.device_count() if on_gpu else 0
-        found = places(c, c.threads or torch.get_num_threads(), gpus)
-        return list(check(self.planned(found, width), capacity))
+        placements = places(c, c.threads or torch.get_num_threads(), gpus)
+        return list(check(self.planned(placements, width), capacity))
 
     def require(self, free: int, where: str) -> None:
         """Raise ConfigError if weights, gradients and optimizer states exceed ``free`` bytes."""
@@ -451,14 +456,14 @@ def _remedies(model: ModelConfig, algorithm: AlgorithmConfig, reward: RewardConf
     def size(model: ModelConfig, algorithm: AlgorithmConfig) -> str:
         return format_size(plan_for(model, algorithm, reward).mixed.total())
 
-    found = ["a smaller model"]
+    remedies = ["a smaller model"]
     if not model.lora_rank:
         lora = model.model_copy(update={"lora_rank": 16})
-        found.append(f"LoRA (`model.lora_rank = 16`: {size(lora, algorithm)})")
+        remedies.append(f"LoRA (`model.lora_rank = 16`: {size(lora, algorithm)})")
     if algorithm.definition.critic:
         rloo = algorithm.model_copy(update={"name": "rloo"})
-        found.append(
+        remedies.append(
             "no critic (`algorithm.name = rloo`, `rollout.samples_per_prompt = 2`: "
             f"{size(model, rloo)})"
         )
-    return ", or ".join(found)
+    return ", or ".join(remedies)

@@ -106,8 +106,8 @@ class TrainingPasses:
 
     def micro(self, data: int) -> float:
         """Return the tokens of a micro-batch: at most a shard's tokens in an update."""
-        each = self.tokens * self.epochs / self.updates / data
-        return min(self.micro_tokens, max(each, 1.0))
+        shard_tokens = self.tokens * self.epochs / self.updates / data
+        return min(self.micro_tokens, max(shard_tokens, 1.0))
 
 
 def generator_cost(
@@ -126,10 +126,10 @@ def generator_cost(
     weights, cache = weight_bytes(shape, tensor), cache_bytes(shape, tensor)
     free = on.usable_bytes - weights if free_bytes is None else free_bytes
     if free < cache:
-        beside = "" if free_bytes is None else " and of what others keep there"
+        note = "" if free_bytes is None else " and of what others keep there"
         raise ConfigError(
             f"{tensor} x {gpu.memory_bytes / 1e9:.0f} GB have no room for keys and values beside "
-            f"{tensor * weights / 1e9:.0f} GB of weights{beside}; raise tensor_parallel, or give "
+            f"{tensor * weights / 1e9:.0f} GB of weights{note}; raise tensor_parallel, or give "
             "more devices",
             "no-cache-room",
         )
@@ -177,29 +177,29 @@ def train_cost(
     """Return the cost of training the actor, and then the critic if there is one."""
     token_s = step_s = 0.0
     for shape in shapes:
-        each_s = _trained_token_s(shape, mesh, on, passes)
+        stage_token_s = _trained_token_s(shape, mesh, on, passes)
         bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
         moved_s = optimizer_bytes(shape, mesh) / (on.gpu.memory_bytes_per_s * on.assumed.optimizer)
-        token_s += passes.epochs * each_s / mesh.data
-        step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
+        token_s += passes.epochs * stage_token_s / mesh.data
+        step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * stage_token_s)
     return costs.TrainCost(step_s=step_s, token_s=token_s)
 
 
 def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPasses) -> float:
     """Return a stage's seconds for one of its tokens, forward and backward."""
     stage, micro = shape.stage(mesh.stages), passes.micro(mesh.data)
-    again, length = passes.checkpointing, passes.length
-    flops = training_flops(stage, 1, length, mesh.tensor, checkpointing=again)
+    checkpointing, length = passes.checkpointing, passes.length
+    flops = training_flops(stage, 1, length, mesh.tensor, checkpointing=checkpointing)
     work_s = flops / (on.gpu.flops * on.assumed.training)
     gathered = fsdp_training_bytes(shape, mesh, 1) / micro
-    beside_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
-    reductions = CHECKPOINTED if again else TRAINED
+    gather_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
+    reductions = CHECKPOINTED if checkpointing else TRAINED
     reduced_s, pass_s = _reduced(stage, mesh.tensor, on, reductions)
     sent_s = 0.0
     if mesh.stages > 1:  # hidden states to the next stage, their gradients back
         sent_s = 2 * HALF * shape.hidden / mesh.tensor
         sent_s /= on.links.between_bytes_per_s * on.assumed.link
-    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s  # FSDP overlaps
+    return max(work_s, gather_s) + reduced_s + pass_s / micro + sent_s  # FSDP overlaps
 
 
 def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:

@@ -98,8 +98,8 @@ class Hardware:
     def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
         """Return a GPU and its links by published rates. Raises ConfigError for an unknown kind."""
         name = re.sub(r"nvidia|geforce|amd|instinct|[\s_-]", "", gpu.lower())
-        found = {key.replace("-", ""): kind for key, kind in GPUS.items()}
-        kind = found.get(name) or found.get(f"rtx{name}")
+        by_name = {key.replace("-", ""): kind for key, kind in GPUS.items()}
+        kind = by_name.get(name) or by_name.get(f"rtx{name}")
         if kind is None:
             raise ConfigError(
                 f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)} `stretto plan "
@@ -143,22 +143,24 @@ def write_hardware(
 
 
 def _table(
-    file: str | Path, table: str, given: Any, kind: type[T], defaults: Mapping[str, Any] = {}
+    file: str | Path, table: str, entries: Any, kind: type[T], defaults: Mapping[str, Any] = {}
 ) -> T:
-    if not isinstance(given, dict):
+    if not isinstance(entries, dict):
         problem = f"'{table}' in '{file}' is a table: write [{table}] on a line of its own"
         raise ConfigError(problem, "not-a-table")
     keys = signature(kind).parameters
-    if key := next((key for key in given if key not in keys), ""):
+    if key := next((key for key in entries if key not in keys), ""):
         problem = f"unknown key '{key}' of [{table}] in '{file}'. {nearest(key, keys)}"
         raise ConfigError(problem, "extra_forbidden")
     try:
-        return kind(**{**defaults, **given})
+        return kind(**{**defaults, **entries})
     except ValidationError as error:
         faults = error.errors()
-    if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in given]:
+    if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in entries]:
         problem = f"[{table}] in '{file}' lacks {', '.join(missing)}"
         remedy = "a data sheet has them, or `stretto plan --calibrate FILE`"
         raise ConfigError(f"{problem}; {remedy}", "missing")
     key, first = faults[0]["loc"][0], faults[0]
-    raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {first['msg']}", first["type"])
+    raise ConfigError(
+        f"{table}.{key} = {entries[key]!r} in '{file}': {first['msg']}", first["type"]
+    )

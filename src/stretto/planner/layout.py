@@ -21,8 +21,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.stages) < 1:
-            given = f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages"
-            raise ConfigError(f"{given}: each number is 1 or more", "empty-mesh")
+            subject = f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages"
+            raise ConfigError(f"{subject}: each number is 1 or more", "empty-mesh")
 
     @property
     def devices(self) -> int:
@@ -82,8 +82,8 @@ class Layout:
     def __post_init__(self) -> None:
         counts = [self.meshes[role].devices for role in self.shared]
         if len(set(counts)) > 1:
-            given = f"{', '.join(self.shared)} on {', '.join(map(str, counts))} devices"
-            problem = f"{given}: give roles that share devices as many, or set them apart"
+            subject = f"{', '.join(self.shared)} on {', '.join(map(str, counts))} devices"
+            problem = f"{subject}: give roles that share devices as many, or set them apart"
             raise ConfigError(problem, "colocated-sizes-differ")
         if self.offload and not self.colocated:
             problem = "offload moves roles that take turns: leave it out, or colocate all roles"
@@ -109,11 +109,11 @@ class Layout:
     @property
     def devices(self) -> dict[str, tuple[int, ...]]:
         """Device numbers by role. Roles that share devices have the same numbers."""
-        numbers, found = count(), dict[str, tuple[int, ...]]()
+        numbers, by_role = count(), dict[str, tuple[int, ...]]()
         for role, mesh in self.meshes.items():
             shares = role in self.shared[1:]
-            found[role] = found[self.shared[0]] if shares else (*islice(numbers, mesh.devices),)
-        return found
+            by_role[role] = by_role[self.shared[0]] if shares else (*islice(numbers, mesh.devices),)
+        return by_role
 
     @property
     def gpus(self) -> int:
@@ -128,12 +128,12 @@ class Layout:
         ]
         for mesh, shape in pairs:
             if mesh.stages > shape.layers:
-                given = f"{mesh.stages} pipeline stages of a model with {shape.layers} layers"
-                raise ConfigError(f"{given}: give each stage one or more", "too-many-stages")
+                subject = f"{mesh.stages} pipeline stages of a model with {shape.layers} layers"
+                raise ConfigError(f"{subject}: give each stage one or more", "too-many-stages")
             if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
                 heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
                 problem = f"tensor parallelism {mesh.tensor} does not divide {heads}"
                 raise ConfigError(problem, "heads-not-divided")
             if mesh.tensor > links.gpus_per_node:
-                given = f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs"
-                raise ConfigError(f"{given}: it must stay within a node", "tensor-across-nodes")
+                subject = f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs"
+                raise ConfigError(f"{subject}: it must stay within a node", "tensor-across-nodes")

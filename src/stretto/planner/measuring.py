@@ -136,19 +136,19 @@ def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) ->
     ``say`` gets a note on a replacement. Nothing is downloaded. Raises ModelError if none fits."""
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
-    wanted, reason = config.model.name, ""
-    for name in dict.fromkeys((wanted, *STAND_INS)):
+    run_model, reason = config.model.name, ""
+    for name in dict.fromkeys((run_model, *STAND_INS)):
         model = MeasuredModel(name, config, device, dtype)
         if fault := _fault(model, tokens):
             reason = reason or fault
             continue
         if reason:
             say(
-                f"'{wanted}' {reason}; '{name}' stands in for it. Rates carry over better than "
+                f"'{run_model}' {reason}; '{name}' stands in for it. Rates carry over better than "
                 "seconds beside them, which grow with the number of layers"
             )
         return model
-    raise ModelError(f"no model fits here to measure with: '{wanted}' {reason}", "nothing-fits")
+    raise ModelError(f"no model fits here to measure with: '{run_model}' {reason}", "nothing-fits")
 
 
 def _fault(model: MeasuredModel, tokens: int) -> str:
@@ -207,7 +207,7 @@ def timed(
 ) -> float:
     """Return the seconds of a call, by default the median, after a call that warms up. It is
     timed at least ``repeats`` times and for ``enough_s``, but not after ``patience_s``."""
-    found: list[float] = []
+    durations_s: list[float] = []
     began_s = time.perf_counter()
     while True:
         start_s = time.perf_counter()
@@ -215,20 +215,20 @@ def timed(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         end_s = time.perf_counter()
-        found.append(end_s - start_s)
-        enough = len(found) > repeats and end_s - began_s > enough_s
-        if len(found) > 1 and (enough or end_s - began_s > patience_s):
+        durations_s.append(end_s - start_s)
+        enough = len(durations_s) > repeats and end_s - began_s > enough_s
+        if len(durations_s) > 1 and (enough or end_s - began_s > patience_s):
             break
-    return pick(found[1:])
+    return pick(durations_s[1:])
 
 
 def prefills(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     """Yield log-probs of known tokens, as a reference model computes them."""
-    whole = WholeModel(model.model)
+    reference = WholeModel(model.model)
     for tokens in sizes.prefill:
         responses = _responses(model, tokens, sizes.length)
         length = len(responses[0]) + 1
-        compute = partial(whole.logprobs, responses, _mask(responses), 1.0, 2 * tokens)
+        compute = partial(reference.logprobs, responses, _mask(responses), 1.0, 2 * tokens)
         seconds = timed(compute, model.device, sizes.repeats)
         flops = formulas.forward_flops(model.shape, length * len(responses), length, 1)
         yield Point("prefill", f"{len(responses)} x {length} tokens", seconds, flops=flops)
@@ -252,13 +252,13 @@ def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
         while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache
             pass
         seconds, read = _steps(engine, model.device, sizes)
-        shape, each = model.shape, read / rows
+        shape, row_tokens = model.shape, read / rows
         yield Point(
             "decode",
-            f"{rows} rows, {each:.0f} tokens each",
+            f"{rows} rows, {row_tokens:.0f} tokens each",
             seconds,
-            flops=formulas.decode_flops(shape, rows, each, 1),
-            size=formulas.decode_read_bytes(shape, rows, each, 1),
+            flops=formulas.decode_flops(shape, rows, row_tokens, 1),
+            size=formulas.decode_read_bytes(shape, rows, row_tokens, 1),
         )
 
 
@@ -284,16 +284,16 @@ def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
 
 def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
     """Return the seconds and the cache positions read of a step, in the median repeat."""
-    found: list[tuple[float, float]] = []
+    step_costs: list[tuple[float, float]] = []
 
     def some() -> None:
         before, start_s = engine.context_tokens, time.perf_counter()
         engine.decode(sizes.steps)
         seconds, read = time.perf_counter() - start_s, engine.context_tokens - before
-        found.append((seconds / sizes.steps, read / sizes.steps))
+        step_costs.append((seconds / sizes.steps, read / sizes.steps))
 
     timed(some, device, DECODED * sizes.repeats, enough_s=0.0)
-    return sorted(found[1:])[(len(found) - 1) // 2]
+    return sorted(step_costs[1:])[(len(step_costs) - 1) // 2]
 
 
 def _responses(model: MeasuredModel, tokens: int, length: int) -> list[Response]:
@@ -356,18 +356,18 @@ def broadcasts(
     device: torch.device, dtype: torch.dtype, threads: int, sizes: Sizes
 ) -> Iterator[Point]:
     """Yield weight syncs (two bytes a weight) and all-reduces, by NCCL on two GPUs, else gloo."""
-    several = device.type == "cuda" and torch.cuda.device_count() > 1
-    wire: Wire = "nccl" if several else "gloo"
+    multi_gpu = device.type == "cuda" and torch.cuda.device_count() > 1
+    wire: Wire = "nccl" if multi_gpu else "gloo"
     devices = ["cpu"] * 2
     if device.type == "cuda":
-        devices = ["cuda:0", "cuda:1" if several else "cuda:0"]
+        devices = ["cuda:0", "cuda:1" if multi_gpu else "cuda:0"]
     store, port = open_store("127.0.0.1")
     meeting = Meeting("127.0.0.1", port, TIMEOUT_S)
     ranks = Ranks(
         2,
         SyncPeer,
         (device.type, dtype),
-        backend="cpu:gloo,cuda:nccl" if several else "gloo",
+        backend="cpu:gloo,cuda:nccl" if multi_gpu else "gloo",
         threads=threads,
         devices=devices,
         timeout_s=TIMEOUT_S,

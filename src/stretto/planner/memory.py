@@ -107,13 +107,13 @@ def layer_activation_bytes(
     keep no inputs of their own.
     """
     norm = SINGLE + HALF if shape.gated else HALF
-    whole = 2 * (norm + HALF) * shape.hidden
+    inputs = 2 * (norm + HALF) * shape.hidden
     attention = 2 * HALF * (shape.hidden + shape.kv_width)
     mlp = (4 if shape.gated else 2) * HALF * shape.inner
     if frozen:
-        whole = 2 * (SINGLE if shape.gated else HALF) * shape.hidden
+        inputs = 2 * (SINGLE if shape.gated else HALF) * shape.hidden
         mlp -= HALF * shape.inner
-    return tokens * (whole + (attention + mlp) / tensor)
+    return tokens * (inputs + (attention + mlp) / tensor)
 
 
 def activation_bytes(
@@ -168,11 +168,11 @@ class DeviceMemory:
 
     def during(self, *phases: str) -> Counter[str]:
         """Return the bytes by part while these phases overlap."""
-        found = dict(self.held)
+        sizes = dict(self.held)
         for phase in phases:
             for what, size in self.work[phase].items():
-                found[what] = found.get(what, 0) + size
-        return Counter({what: size for what, size in found.items() if size > 0})
+                sizes[what] = sizes.get(what, 0) + size
+        return Counter({what: size for what, size in sizes.items() if size > 0})
 
     def put(self, what: str, size: float, *phases: str) -> None:
         for parts in [self.work[phase] for phase in phases] or [self.held]:
@@ -229,15 +229,15 @@ class DeviceMemory:
             if moments:
                 self.put("learner's moments", resting, *moments)
             if versions:
-                sent = width * weights if adapters is None else SINGLE * adapters
-                self.put(PUBLISHED, versions * sent / mesh.data)
+                sync_bytes = width * weights if adapters is None else SINGLE * adapters
+                self.put(PUBLISHED, versions * sync_bytes / mesh.data)
         for shape in synced:
             self._put_buckets(shape)
         passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
         if not side_by_side:
             passes = [max(passes, key=Counter.total)]
-        for each in passes:
-            self.work["training"].update(each)
+        for parts in passes:
+            self.work["training"].update(parts)
         if offload:
             self.put("actor's masters", _masters(models[0], mesh), SYNC)
         if values:
@@ -302,22 +302,22 @@ class DeviceMemory:
         # A pipeline's first stage holds one micro-batch per stage, so the activations of all layers
         # count.
         rounded = self.adapters is not None and self.width < SINGLE  # frozen under adapters
-        kept = activation_bytes(
+        activations = activation_bytes(
             shape, tokens, mesh.tensor, checkpointing=checkpointing, frozen=rounded
         )
-        taken = Counter(
-            activations=round(kept * self.width / HALF),
+        parts = Counter(
+            activations=round(activations * self.width / HALF),
             logits=round(logits_bytes(shape, tokens, gradients=True)),
         )
         if self.adapters and rounded:  # a float32 pass counts them as inputs of matrices
             inputs = self.adapters.input_bytes(shape.layers, tokens, checkpointing=checkpointing)
-            taken["adapters' inputs"] = round(inputs)
+            parts["adapters' inputs"] = round(inputs)
         if matrix := _dequantized_bytes(shape, self.width):
-            taken["dequantized"] = matrix
+            parts["dequantized"] = matrix
         if not copies:
             stage, gradients = shape.stage(mesh.stages), self.adapters is None
-            taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
-        return taken
+            parts["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
+        return parts
 
     def _put_pass(self, activations: float, logits: float) -> None:
         """Count a scoring pass. Of all scoring passes, the largest of each kind counts."""
@@ -352,14 +352,14 @@ def phases_of(
     if layout.colocated:
         return {phase: learner.during(phase) for phase in PHASES}
     decoding = ("generation", SYNC)
-    beside = decoding if layout.sharing == "generators" else ()
+    concurrent_phases = decoding if layout.sharing == "generators" else ()
     synced = (learner.during("training", SYNC), generator.during(*decoding), scorer.during(SYNC))
-    most: Counter[str] = max(synced, key=Counter.total)
+    sync_parts: Counter[str] = max(synced, key=Counter.total)
     return {
         "generation": generator.during(*decoding),
-        "scoring": scorer.during("scoring", *beside),
+        "scoring": scorer.during("scoring", *concurrent_phases),
         "training": learner.during("training"),
-        SYNC: most,
+        SYNC: sync_parts,
     }
 
 
@@ -408,8 +408,8 @@ def rows_in_flight(
     """Return the responses that a generator decodes at once, and the number of rounds it needs.
     Keys and values must fit at full length. One response is decoded even if none fits."""
     share = ceil(responses / layout.generator.data)
-    each = row_bytes(models.actor, length, layout.generator.tensor)
-    fit = max(1, int(cache_room_bytes(models, layout, hardware) // each))
+    response_bytes = row_bytes(models.actor, length, layout.generator.tensor)
+    fit = max(1, int(cache_room_bytes(models, layout, hardware) // response_bytes))
     goes = ceil(share / fit)
     return ceil(share / goes), goes
 
@@ -417,8 +417,8 @@ def rows_in_flight(
 def cache_room_bytes(models: ModelShapes, layout: Layout, hardware: Hardware) -> float:
     """Return the bytes left for keys and values on a generator's GPU, negative if none are."""
     phases = ("generation",) if layout.colocated else ("generation", SYNC)
-    others = _devices(models, layout, 0, 0)["generators"].during(*phases)
-    return hardware.usable_bytes - others.total()
+    other_parts = _devices(models, layout, 0, 0)["generators"].during(*phases)
+    return hardware.usable_bytes - other_parts.total()
 
 
 def frozen_bytes(models: ModelShapes, layout: Layout) -> float:
@@ -433,5 +433,5 @@ def host_bytes(models: ModelShapes, layout: Layout) -> float:
 
 def kept_bytes(models: ModelShapes, learner: Mesh) -> float:
     """Return the bytes of a learner's states on a GPU that outlive a step: all but gradients."""
-    held = sum(shape.stage(learner.stages).held(learner.tensor) for shape in models.trained)
-    return KEPT * held / learner.data
+    parameters = sum(shape.stage(learner.stages).held(learner.tensor) for shape in models.trained)
+    return KEPT * parameters / learner.data

@@ -32,8 +32,8 @@ class GpuOptions:
     def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:
         """Return the layout of these options. Raises ConfigError if models cannot be divided so."""
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
-            given = f"`gpus = {self.gpus}`, `fsdp = {self.fsdp}`, `tp = {self.tp}`"
-            raise ConfigError(f"{given}: counts are positive, and `tp` divides `gpus`")
+            options = f"`gpus = {self.gpus}`, `fsdp = {self.fsdp}`, `tp = {self.tp}`"
+            raise ConfigError(f"{options}: counts are positive, and `tp` divides `gpus`")
         everywhere = Mesh(self.gpus // self.tp, self.tp)
         rest = everywhere.data - self.fsdp - 1
         if self.fsdp in (0, everywhere.data):
@@ -68,12 +68,12 @@ def memory_table(models: ModelShapes, options: GpuOptions) -> tuple[str, str]:
     layout = options.layout(models, hardware)
     phases = phases_of(models, layout, RESPONSES, LENGTH, hardware)
     totals = {name: sum(parts.values()) for name, parts in phases.items()}
-    most, usable = max(totals, key=lambda name: totals[name]), hardware.usable_bytes
+    fullest, usable = max(totals, key=lambda name: totals[name]), hardware.usable_bytes
     problem = ""
-    if totals[most] > usable:
-        parts = phases[most]
+    if totals[fullest] > usable:
+        parts = phases[fullest]
         problem = (
-            f"{most} takes {format_size(round(totals[most]))} of each GPU, of which "
+            f"{fullest} takes {format_size(round(totals[fullest]))} of each GPU, of which "
             f"{format_size(round(usable))} can be filled; most of it: "
             f"{max(parts, key=lambda part: parts[part])}. {_remedy(models, options, hardware)}"
         )
@@ -81,19 +81,23 @@ def memory_table(models: ModelShapes, options: GpuOptions) -> tuple[str, str]:
 
 
 def _remedy(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> str:
-    given, doubled = options, [2**k for k in range(7)]
-    every = [
-        replace(given, gpus=n * given.gpus, fsdp=m * given.fsdp, tp=t * given.tp, offload=o)
+    current, factors = options, [2**k for k in range(7)]
+    variants = [
+        replace(current, gpus=n * current.gpus, fsdp=m * current.fsdp, tp=t * current.tp, offload=o)
         for n, m, t, o in product(
-            doubled, doubled if given.fsdp else [1], doubled, {given.offload, True}
+            factors, factors if current.fsdp else [1], factors, {current.offload, True}
         )
     ]
-    fitting = [each for each in every if _fits(models, each, hardware)]
+    fitting = [variant for variant in variants if _fits(models, variant, hardware)]
     least = [e for e in fitting if not any(o != e and o.within(e) for o in fitting)]
     if not least:
-        return f"Neither {every[-1].gpus:,} GPUs nor `tp` nor `offload` helps: take a smaller model"
-    least.sort(key=lambda each: (each.beyond(given).count("--"), each.gpus, each.tp))
-    return f"All phases fit with {', or with '.join(each.beyond(given) for each in least[:3])}"
+        return (
+            f"Neither {variants[-1].gpus:,} GPUs nor `tp` nor `offload` helps: take a smaller model"
+        )
+    least.sort(key=lambda variant: (variant.beyond(current).count("--"), variant.gpus, variant.tp))
+    return (
+        f"All phases fit with {', or with '.join(variant.beyond(current) for variant in least[:3])}"
+    )
 
 
 def _fits(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> bool:
@@ -108,17 +112,17 @@ def _fits(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> bool:
 def _lines(
     phases: dict[str, Parts], layout: Layout, models: ModelShapes, hardware: Hardware
 ) -> list[str]:
-    usable, each = hardware.usable_bytes, format_size(round(hardware.gpu.memory_bytes))
+    usable, gpu_size = hardware.usable_bytes, format_size(round(hardware.gpu.memory_bytes))
     roles = ", ".join(f"{name} {mesh.data}x{mesh.tensor}" for name, mesh in layout.meshes.items())
     lines = [
         f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(usable))} of "
-        f"{each} can be filled",
+        f"{gpu_size} can be filled",
         f"  {roles}, {'all on the same GPUs' if layout.colocated else 'apart'}",
     ]
     for name, parts in phases.items():
         sizes = sorted(parts.items(), key=lambda item: -item[1])
-        held = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes)
-        lines.append(f"  {name:<11} {sum(parts.values()) / 1e9:>7.1f} GB   {held}")
+        breakdown = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes)
+        lines.append(f"  {name:<11} {sum(parts.values()) / 1e9:>7.1f} GB   {breakdown}")
     if layout.offload:
         on_host = host_bytes(models, layout) / 1e9
         lines.append(f"  {'host':<11} {on_host:>7.1f} GB   for each GPU")

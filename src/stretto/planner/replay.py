@@ -100,19 +100,19 @@ class Recording:
             raise StateError(problem, "no-rollouts")
         if config is None or config == self.config:
             return self._with(self.costs)
-        had, wanted = _cuts(self.config.cluster), _cuts(config.cluster)
-        if wanted != had:
+        run_value, new_value = _cuts(self.config.cluster), _cuts(config.cluster)
+        if new_value != run_value:
             raise ConfigError(
-                f"in the run roles had fsdp and tp {had or 'of 1'}, and its records do not say "
-                f"what {wanted or 'one rank each'} would take; record a run with these",
+                f"in the run roles had fsdp and tp {run_value or 'of 1'}, and its records do not "
+                f"say what {new_value or 'one rank each'} would take; record a run with these",
                 "cuts-not-recorded",
             )
         for name in ("speculative_tokens", "speculative_rows", "speculative_model"):
-            had, wanted = (getattr(c.rollout, name) for c in (self.config, config))
-            if had != wanted:
+            run_value, new_value = (getattr(c.rollout, name) for c in (self.config, config))
+            if run_value != new_value:
                 raise ConfigError(
-                    f"the run's engine had {name} = {had!r}, and its records do not say what steps "
-                    f"would cost and accept with {wanted!r}; record a run with that",
+                    f"the run's engine had {name} = {run_value!r}, and its records do not say "
+                    f"what steps would cost and accept with {new_value!r}; record a run with that",
                     "speculation-not-recorded",
                 )
         return replace(self, config=config, chunks=(), deltas=())._with(self.costs)
@@ -188,13 +188,13 @@ class Recording:
     def _episodes(self) -> Episodes | None:
         """Return the turns of all episodes, for unfinished ones those of the next finished one.
         Forks are left out, because their turns were decoded next to those of their origin."""
-        ended = [r for r in self.rollouts if r.finish and r.turns and r.id < FORKS]
-        if not ended:
+        episodes = [r for r in self.rollouts if r.finish and r.turns and r.id < FORKS]
+        if not episodes:
             return None
-        own = {r.id: tuple(self._turns(r)) for r in ended}
-        known, turns = sorted(own), list[tuple[tuple[int, float, int], ...]]()
-        for i in range(known[-1] + 1):
-            turns.append(own[known[bisect_left(known, i)]])
+        turns_by_id = {r.id: tuple(self._turns(r)) for r in episodes}
+        ids, turns = sorted(turns_by_id), list[tuple[tuple[int, float, int], ...]]()
+        for i in range(ids[-1] + 1):
+            turns.append(turns_by_id[ids[bisect_left(ids, i)]])
         config = self.config
         return Episodes(
             max_turn_tokens=config.environment.max_turn_tokens,
@@ -251,8 +251,8 @@ class Recording:
         from stretto.runtime.placement import places  # imports torch
 
         config = self.config
-        named = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
-        gpus = max(len(self.machine.gpus), *(int(first) + n for first, n in named if first), 0)
+        gpu_ranges = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
+        gpus = max(len(self.machine.gpus), *(int(first) + n for first, n in gpu_ranges if first), 0)
         if config.model.device == "cpu":
             gpus = 0
         roles: defaultdict[str, list[RoleDevices]] = defaultdict(list)
@@ -260,11 +260,11 @@ class Recording:
         for place in places(config, cores, gpus, models):
             # Processes on one GPU take turns. Others have a device of their own, and share cores.
             keys = [place.name] if place.device == "cpu" else place.devices
-            used = tuple(devices.setdefault(key, len(devices)) for key in keys)
+            device_ids = tuple(devices.setdefault(key, len(devices)) for key in keys)
             threads = (place.threads or cores) * len(place.devices)
             for seat in place.roles:
                 role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
-                roles[role].append(RoleDevices(used, threads, seat.host))
+                roles[role].append(RoleDevices(device_ids, threads, seat.host))
         for role in models:
             roles[short_name(role)].sort(key=lambda replica: replica.host or 0)
         roles[FUNCTION] = [RoleDevices((), 1)]
@@ -280,8 +280,8 @@ def _chosen(schedule: ScheduleConfig, metrics: list[dict[str, Any]], name: str) 
 
 
 def _cuts(cluster: ClusterConfig) -> dict[str, tuple[int, int]]:
-    several = (p for p in cluster.processes if p.ranks > 1)
-    return {role: (p.fsdp, p.tp) for p in several for role in p.roles}
+    multi_rank = (p for p in cluster.processes if p.ranks > 1)
+    return {role: (p.fsdp, p.tp) for p in multi_rank for role in p.roles}
 
 
 WARM_STEPS = 3
@@ -372,25 +372,25 @@ def predict(folder: str | Path) -> Prediction:
     result = simulate(cluster, steps=len(trace.steps))
     ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
     window = (ends_s[WARM_STEPS - 1], ends_s[-1])
-    measured = phases_of(trace.spans, steps[0].start_s, steps[-1].end_s, len(steps))
-    simulated = phases_of(result.spans, *window, len(ends_s) - WARM_STEPS)
-    names = dict.fromkeys((*measured, *simulated))
-    phases = [PhaseTime(n, measured.get(n, 0.0), simulated.get(n, 0.0)) for n in names]
+    measured_s = phases_of(trace.spans, steps[0].start_s, steps[-1].end_s, len(steps))
+    simulated_s = phases_of(result.spans, *window, len(ends_s) - WARM_STEPS)
+    names = dict.fromkeys((*measured_s, *simulated_s))
+    phases = [PhaseTime(n, measured_s.get(n, 0.0), simulated_s.get(n, 0.0)) for n in names]
     phases.sort(key=lambda phase: phase.name == STEP)
     metrics = run.read_metrics()
-    taken = int(metrics[-1]["step"]) if metrics else steps[-1].step
-    return Prediction(phases, steps[0].step, steps[-1].step, taken)
+    total_steps = int(metrics[-1]["step"]) if metrics else steps[-1].step
+    return Prediction(phases, steps[0].step, steps[-1].step, total_steps)
 
 
 def predicted(folders: Sequence[str | Path]) -> list[Prediction]:
     """Predict each run from its own records, with a reason for each that recorded too little."""
-    found = []
+    predictions = []
     for folder in folders:
         try:
-            found.append(predict(folder))
+            predictions.append(predict(folder))
         except StrettoError as error:
-            found.append(Prediction(why=" ".join(str(error).split())))
-    return found
+            predictions.append(Prediction(why=" ".join(str(error).split())))
+    return predictions
 
 
 def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -> dict[str, float]:
@@ -406,16 +406,18 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
         # All participants of a weight sync work on it together, so it counts once.
         work[phase, "" if phase == SYNC else span.role].append(part)
         busy[span.role] += [part] if phase != SYNC else []
-    found: defaultdict[str, float] = defaultdict(float)
+    phase_s: defaultdict[str, float] = defaultdict(float)
     for (phase, _), parts in sorted(work.items(), key=lambda item: _order(item[0][0])):
-        found[phase] += seconds(union(parts))
-    whole_s = end_s - start_s
-    idle = {role: whole_s - seconds(union(parts)) for role, parts in busy.items()}
-    found["generators waiting"] = sum(s for role, s in idle.items() if is_generator(role))
-    found["learner waiting"] = idle.get("learner", whole_s)
-    found["no role at work"] = whole_s - seconds(union(p for parts in work.values() for p in parts))
-    found[STEP] = whole_s
-    return {phase: s / steps for phase, s in found.items()}
+        phase_s[phase] += seconds(union(parts))
+    total_s = end_s - start_s
+    idle = {role: total_s - seconds(union(parts)) for role, parts in busy.items()}
+    phase_s["generators waiting"] = sum(s for role, s in idle.items() if is_generator(role))
+    phase_s["learner waiting"] = idle.get("learner", total_s)
+    phase_s["no role at work"] = total_s - seconds(
+        union(p for parts in work.values() for p in parts)
+    )
+    phase_s[STEP] = total_s
+    return {phase: s / steps for phase, s in phase_s.items()}
 
 
 def _order(phase: str) -> tuple[int, str]:

@@ -79,7 +79,7 @@ def work_of(workload: Workload, schedule: ScheduleConfig, first: int, last: int)
     names = ("steps", "tokens", "context", "prefilled")
     sums = [sum(span.attributes[name] for span in calls) for name in names]
     trained = sum(span.attributes["tokens"] for span in updates[first * interval :])
-    return StepWork(*(each / (last - first) / interval for each in (*sums, trained)))
+    return StepWork(*(total / (last - first) / interval for total in (*sums, trained)))
 
 
 class Bounds:
@@ -182,9 +182,9 @@ def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
     ends = list(accumulate(step["timing_s/step"] for step in result.steps))
     step_s = (ends[-1] - ends[warm - 1]) / (steps - warm)
     mean = fmean(step["staleness/mean"] for step in result.steps[warm:])
-    most = max(step["staleness/max"] for step in result.steps[warm:])
+    staleness_max = max(step["staleness/max"] for step in result.steps[warm:])
     busy, idle = gpu_time(result, candidate)
-    return PlanResult(candidate, step_s, workload.batch / step_s, mean, most, busy, idle)
+    return PlanResult(candidate, step_s, workload.batch / step_s, mean, staleness_max, busy, idle)
 
 
 def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, float]]:
@@ -193,7 +193,7 @@ def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, 
     while others go on wait for stragglers."""
     devices = {role: set(numbers) for role, numbers in candidate.layout.devices.items()}
     generators, count = devices["generators"], len(result.device_utilisation)
-    first, each = min(generators), len(generators) // candidate.engines
+    first, per_engine = min(generators), len(generators) // candidate.engines
     uneven: dict[str, float] = defaultdict(float)
     for span in result.spans:
         uneven[span.role] += float(span.attributes.get("uneven_s", 0.0))
@@ -202,7 +202,7 @@ def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, 
     for device, share in enumerate(result.device_utilisation):
         waited = 0.0
         if device in generators:
-            at = (device - first) // each
+            at = (device - first) // per_engine
             name = f"generator {at}" if candidate.engines > 1 else "generator"
             waited = uneven[name] / result.makespan_s
         worked += share - waited
@@ -313,13 +313,13 @@ def _can_run(results: Mapping[Kind, PlanResult]) -> bool:
 def _may_take(results: Mapping[Kind, PlanResult], keep: int, kind: Kind, bound: float) -> bool:
     """Return whether a candidate with this bound might still be among those shown."""
     bound *= 1 + WITHIN
-    if (own := results.get(kind)) and bound >= own.step_s:
+    if (best_of_kind := results.get(kind)) and bound >= best_of_kind.step_s:
         return False
     if kind[:2] == BASELINE:
         return True
-    others = sorted(r.step_s for k, r in results.items() if k != kind)
+    other_steps_s = sorted(r.step_s for k, r in results.items() if k != kind)
     would_run_first = not kind[2] and not _can_run(results)
-    return len(others) < keep or bound < others[keep - 1] or would_run_first
+    return len(other_steps_s) < keep or bound < other_steps_s[keep - 1] or would_run_first
 
 
 def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
@@ -327,10 +327,10 @@ def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
     for candidate in candidates(spec):
         with suppress(ConfigError):  # no room for keys and values
             bounded.append((bounds.of(candidate), candidate))
-    found: dict[Kind, deque[tuple[float, Candidate]]] = {}
+    by_kind: dict[Kind, deque[tuple[float, Candidate]]] = {}
     for pair in sorted(bounded, key=lambda pair: pair[0]):
-        found.setdefault(pair[1].kind, deque()).append(pair)
-    return dict(sorted(found.items(), key=lambda item: item[0][:2] != BASELINE))
+        by_kind.setdefault(pair[1].kind, deque()).append(pair)
+    return dict(sorted(by_kind.items(), key=lambda item: item[0][:2] != BASELINE))
 
 
 @contextmanager
