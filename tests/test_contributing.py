@@ -54,7 +54,7 @@ EXAMPLES = {
     "algorithm": r"cispo",
     "setting": r"\bmissing_eos_limits\b",
     "knob": r"knobs\.hold\b|\"hold\": (Knob)?\(|\bHold(Policy|Limits)\b|\bParked\b|\bholding_of\b",
-    "method": r"\bhow: Hold\b|^Hold\b|\.hold\(.*how",
+    "method": r"^Hold\b|: Hold\b|generator\.hold\(",
     "engine": r"\"vllm\"|^    .*\bvllm: ",
     "argument": r"\bcuda_graphs\b",
     "runtime": r"\"ray\"|\bRayLauncher\b",
