@@ -232,28 +232,28 @@ class AlgorithmConfig(Section):
             f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
             "no ratio to an old policy; leave old_policy and correction out"
         )
-        apart = self.normalizes_sources
+        per_source = self.normalizes_sources
         unfit = "algorithm.multi_objective_aggregation" not in algorithm.settings
-        broken["sources-apart-without-groups"] = (apart and unfit) and (
+        broken["sources-apart-without-groups"] = (per_source and unfit) and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' is for grpo and cispo, "
             f"and '{self.name}' takes one reward a response; leave it out"
         )
-        broken["sources-apart-with-kl"] = (apart and self.kl_place == "reward") and (
+        broken["sources-apart-with-kl"] = (per_source and self.kl_place == "reward") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' makes advantages of the "
             "sources alone, without a KL in the reward; set algorithm.kl_in = 'loss'"
         )
-        broken["sources-apart-scaled"] = (apart and self.scale_rewards != "group") and (
+        broken["sources-apart-scaled"] = (per_source and self.scale_rewards != "group") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' divides by deviations of "
             "the group and of the batch; leave out algorithm.scale_rewards = "
             f"'{self.scale_rewards}'"
         )
-        whole = algorithm.aggregation is None
-        broken["aggregation-of-responses"] = (whole and self.aggregation != "auto") and (
+        per_response = algorithm.aggregation is None
+        broken["aggregation-of-responses"] = (per_response and self.aggregation != "auto") and (
             f"algorithm.aggregation = '{self.aggregation}' averages losses of tokens, and "
             f"'{self.name}' has a loss of whole responses; leave aggregation out"
         )
         of_tokens = corrects and self.correction_level == "token"
-        broken["token-correction-of-responses"] = (whole and of_tokens) and (
+        broken["token-correction-of-responses"] = (per_response and of_tokens) and (
             f"'{self.name}' has a loss of whole responses, which importance weights of tokens "
             "do not fit; set algorithm.correction_level = 'sequence'"
         )
@@ -287,8 +287,8 @@ def _add_algorithms_to_help() -> None:
             for name, spec in ALGORITHMS.items():
                 if (value := getattr(spec, attribute)) is not None:
                     names.setdefault(str(value), []).append(name)
-            each = "; ".join(f"{value} for {', '.join(of)}" for value, of in names.items())
-            field.description = f"{field.description} {start} {each}."
+            listing = "; ".join(f"{value} for {', '.join(of)}" for value, of in names.items())
+            field.description = f"{field.description} {start} {listing}."
         elif users := [n for n, s in ALGORITHMS.items() if f"algorithm.{key}" in s.settings]:
             field.description = f"{field.description} Only for {', '.join(users)}."
 

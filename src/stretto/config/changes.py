@@ -73,26 +73,26 @@ def difference(base: Config, config: Config) -> dict[str, Any]:
 
 
 def _difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    differences = {}
     for key, value in data.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
             if inner := _difference(base[key], value):
-                found[key] = inner
+                differences[key] = inner
         elif value != base.get(key):
-            found[key] = value
-    return found
+            differences[key] = value
+    return differences
 
 
 def _drop_former(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Reset settings that belong to a task or rows that changes replace."""
-    named, task = changes.get("task"), data["task"]
-    if not isinstance(named, Mapping):
+    new_task, task = changes.get("task"), data["task"]
+    if not isinstance(new_task, Mapping):
         return
-    if named.get("kind", task["kind"]) != task["kind"]:
+    if new_task.get("kind", task["kind"]) != task["kind"]:
         data["task"] = {**{key: task[key] for key in OF_ANY_TASK}, "name": ""}
-        columns = named.get("columns", {})
-        if named["kind"] == "dataset" and not any(map(columns.get, ("answer", "demonstration"))):
+        columns = new_task.get("columns", {})
+        if new_task["kind"] == "dataset" and not any(map(columns.get, ("answer", "demonstration"))):
             data["warmup_examples"] = 0  # derived from the former task's answers
-    elif any(key in named and named[key] != task[key] for key in ("name", "split")):
-        dropped = OF_THE_ROWS if "split" in named else (*OF_THE_ROWS, "split")
+    elif any(key in new_task and new_task[key] != task[key] for key in ("name", "split")):
+        dropped = OF_THE_ROWS if "split" in new_task else (*OF_THE_ROWS, "split")
         data["task"] = {key: value for key, value in task.items() if key not in dropped}

@@ -122,8 +122,8 @@ class ClusterConfig(Section):
     the libraries."""
 
     def process_of(self, role: str) -> ProcessConfig:
-        named = (p for p in self.processes if role in p.roles)
-        return next(named, ProcessConfig(roles=(role,)))
+        matches = (p for p in self.processes if role in p.roles)
+        return next(matches, ProcessConfig(roles=(role,)))
 
     def rules(self, broken: Rules) -> None:
         """Check that each role has one place, and that roles may share it."""
@@ -142,7 +142,7 @@ class ClusterConfig(Section):
             "cluster.processes: learner and generator in one process is what runtime = 'inline' "
             "does; give them processes of their own, on one device where they are to share it"
         )
-        known = self.address in ("", "auto", "local") or ":" in self.address
-        broken["no-address"] = not known and (
+        well_formed = self.address in ("", "auto", "local") or ":" in self.address
+        broken["no-address"] = not well_formed and (
             f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
         )

@@ -158,11 +158,11 @@ def dump(config: Section) -> str:
 
 def setting_names(kind: type[Section] = Config) -> list[str]:
     """Return the dotted name of every setting, in the order of :mod:`stretto.config`."""
-    found = []
+    dotted_names = []
     for key in kind.model_fields:
         inner = subsection(kind, key)
-        found += [f"{key}.{name}" for name in setting_names(inner)] if inner else [key]
-    return found
+        dotted_names += [f"{key}.{name}" for name in setting_names(inner)] if inner else [key]
+    return dotted_names
 
 
 SETTINGS.update(name for kind in FOLDERS for name in setting_names(kind))
@@ -197,28 +197,28 @@ def code_of(fault: ErrorDetails) -> str:
 
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     """Name the settings probably meant by an unknown name, which is a section's if ``table``."""
-    every, leaf = setting_names(kind), key.rpartition(".")[2].replace("-", "_")
+    settings, leaf = setting_names(kind), key.rpartition(".")[2].replace("-", "_")
     if now := RENAMED.get(key):
         return f"It is called `{now}` now."
     if table and "." not in key:
-        return nearest(key, {name.partition(".")[0] for name in every if "." in name})
+        return nearest(key, {name.partition(".")[0] for name in settings if "." in name})
     leaves: dict[str, list[str]] = {}
-    for name in every:
+    for name in settings:
         leaves.setdefault(name.rpartition(".")[2], []).append(name)
     # The right name in the wrong section is more frequent than a typo.
     if same_leaf := leaves.get(leaf):
         return f"Did you mean {_either(same_leaf)}?"
     advice = (OF_RUNS.get(leaf) if kind is Config else None) or ADVICE.get(leaf)
-    if advice and all(name in every for _, name, _ in QUOTED.findall(advice) if name):
+    if advice and all(name in settings for _, name, _ in QUOTED.findall(advice) if name):
         return advice
-    elsewhere = {name: [o for o in ours if o in every][:1] for name, ours in ELSEWHERE.items()}
+    elsewhere = {name: [o for o in ours if o in settings][:1] for name, ours in ELSEWHERE.items()}
     if ours := elsewhere.get(leaf):
         return f"It is called `{ours[0]}` here."
     leaves |= {name: ours for name, ours in elsewhere.items() if ours}
-    whole = [name for name in near(key, every, 3) if near(leaf, [name.rpartition(".")[2]])]
-    similar = [name for each in near(leaf, leaves, 3) for name in leaves[each]]
-    if chosen := list(dict.fromkeys([*whole, *similar]))[:3]:
-        return f"Did you mean {_either(chosen)}?"
+    key_matches = [name for name in near(key, settings, 3) if near(leaf, [name.rpartition(".")[2]])]
+    leaf_matches = [name for near_leaf in near(leaf, leaves, 3) for name in leaves[near_leaf]]
+    if suggestions := list(dict.fromkeys([*key_matches, *leaf_matches]))[:3]:
+        return f"Did you mean {_either(suggestions)}?"
     return (
         f"No setting has a similar name; `stretto {FOLDERS[kind] or 'train'} --help-all` lists all."
     )
@@ -252,9 +252,9 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
             return value  # one of Stretto's own models, even if the folder has such a file
         if section in _CODE and not kind and not name.endswith(".py"):
             return value
-        beside = folder / name
-        there = beside.is_file() if first else not Path(name).exists() and beside.exists()
-        path = str(beside) if name and there else name
+        candidate = folder / name
+        in_folder = candidate.is_file() if first else not Path(name).exists() and candidate.exists()
+        path = str(candidate) if name and in_folder else name
         return f"{kind}{path}{colon}{function}"
 
     for section, key in _PATHS:
@@ -264,7 +264,7 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
 
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
-    known = names(kind)
+    recipes = names(kind)
     if Path(name).suffix in {".yaml", ".yml", ".json"}:
         message = f"'{name}': settings are TOML files; `stretto recipes tiny` prints one"
     elif "/" in name:
@@ -273,10 +273,10 @@ def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
             ".toml file, or a recipe's name"
         )
     elif theirs := [FOLDERS[k] or "train" for k in FOLDERS if name in names(k)]:
-        message = f"'{name}' is a recipe of `stretto {theirs[0]}`; known here: {', '.join(known)}"
+        message = f"'{name}' is a recipe of `stretto {theirs[0]}`; known here: {', '.join(recipes)}"
     else:
         message = (
-            f"there is no recipe '{name}', and no run's folder. {nearest(name, known)} "
+            f"there is no recipe '{name}', and no run's folder. {nearest(name, recipes)} "
             "A path to a .toml file does as well."
         )
     return ConfigError(message, "unknown-recipe")
@@ -286,12 +286,12 @@ def _built(data: Mapping[str, Any], where: str, kind: type[S], checked: bool) ->
     try:
         return build(data, where, kind, checked=checked)
     except ConfigError as error:
-        others = [k for k in FOLDERS if k is not kind and _fits(data, k)]
+        kinds = [k for k in FOLDERS if k is not kind and _fits(data, k)]
         # A single setting may be misplaced at a name that another kind of settings has.
         tables = {key for key, value in data.items() if isinstance(value, dict)}
         is_run = Path(where).name == "config.toml"
-        if others and (is_run or not tables <= kind.model_fields.keys()):
-            raise _other_command(where, others, kind, is_run=is_run) from error
+        if kinds and (is_run or not tables <= kind.model_fields.keys()):
+            raise _other_command(where, kinds, kind, is_run=is_run) from error
         raise
 
 
@@ -307,18 +307,19 @@ def _other_command(
     where: str, theirs: Sequence[type[Section]], wanted: type[Section], *, is_run: bool
 ) -> ConfigError:
     commands = " or ".join(f"'stretto {FOLDERS[kind] or 'train'}'" for kind in theirs)
-    own = FOLDERS[wanted] or "train"
+    command = FOLDERS[wanted] or "train"
     remedy = f"give it to {commands}"
     if is_run:
         run = Path(where).parent
         remedy = (
-            f"for its trained model, name settings of that kind first: `stretto {own} RECIPE "
+            f"for its trained model, name settings of that kind first: `stretto {command} RECIPE "
             f"--model.name {run}`"
         )
         if wanted is Config:
             remedy += f", or measure it: `stretto eval RECIPE --model {run}`"
     return ConfigError(
-        f"{where} holds settings of {commands}, where those of 'stretto {own}' are taken; {remedy}",
+        f"{where} holds settings of {commands}, where those of 'stretto {command}' are taken; "
+        f"{remedy}",
         "settings-of-another-command",
     )
 
@@ -333,11 +334,11 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
         return str(context["error"])
     plain = isinstance(value, str | int | float | Mapping | Sequence | None)
     if not plain and key.startswith(("algorithm", "schedule.controllers", "observe.trackers")):
-        named = "algorithm.name" if key == "algorithm" else re.sub(r"\.\d+$", "", key)
+        setting = "algorithm.name" if key == "algorithm" else re.sub(r"\.\d+$", "", key)
         return (
             f"{key} is an object of {type(value).__name__}; settings name code by its import path, "
             "because other processes and a resumed run import it. Put the object into a file, and "
-            f"give 'file.py:NAME' as `{named}`"
+            f"give 'file.py:NAME' as `{setting}`"
         )
     rule = error["msg"].replace("Input should be", "must be")
     if error["type"] == "literal_error" and isinstance(value, str):

@@ -79,8 +79,8 @@ class Config(Section):
     def remarks(self) -> list[str]:
         """Notes on valid settings that have no effect, or not the expected one."""
         a, remarks = self.algorithm, []
-        known = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
-        idle = [n for n in known if n not in a.definition.settings and self._is_set(n)]
+        names = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
+        idle = [n for n in names if n not in a.definition.settings and self._is_set(n)]
         if idle:
             remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
         if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":
@@ -132,8 +132,8 @@ class Config(Section):
     @property
     def cached_rows(self) -> int:
         """Rollouts whose KV cache an engine has room for: as many again if episodes may wait."""
-        kept = self.environment.sources and self.schedule.knobs.keeps_waiting
-        return 2 * self.engine_rows if kept else self.engine_rows
+        keeps_waiting = self.environment.sources and self.schedule.knobs.keeps_waiting
+        return 2 * self.engine_rows if keeps_waiting else self.engine_rows
 
     @property
     def longest(self) -> int:
@@ -164,8 +164,8 @@ class Config(Section):
             "learner's log-probabilities are of the full distribution; set rollout.top_k = 0 and "
             "rollout.top_p = 1"
         )
-        asked = ENVIRONMENT in self.reward.sources and not self.environment.sources
-        broken["environment-without-source"] = asked and (
+        no_environment = ENVIRONMENT in self.reward.sources and not self.environment.sources
+        broken["environment-without-source"] = no_environment and (
             "reward.sources has 'environment', and environment.sources is empty; name the "
             "environment there"
         )
@@ -180,9 +180,11 @@ class Config(Section):
             "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
         )
         process = self.cluster.process_of(LEARNER)
-        alone = process.ranks == 1 and not process.offload and not self.pipeline.ranks
+        one_process = process.ranks == 1 and not process.offload and not self.pipeline.ranks
         optim = self.training.optim
-        broken["optimizer-of-one-process"] = (optim != "adamw_torch_fused" and not alone) and (
+        broken["optimizer-of-one-process"] = (
+            optim != "adamw_torch_fused" and not one_process
+        ) and (
             f"training.optim = '{optim}' is for a learner in one process, whose moments stay where "
             "they are; leave it out, or leave out fsdp, tp, offload and pipeline.ranks"
         )
@@ -197,8 +199,8 @@ class Config(Section):
             "model.use_liger_kernel and model.torch_compile change whole models, and "
             f"pipeline.ranks = {self.pipeline.ranks} cuts them into stages; leave one of them out"
         )
-        several = [p for p in self.cluster.processes if p.ranks > 1]
-        cut = several or self.pipeline.ranks or any(p.offload for p in self.cluster.processes)
+        multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
+        cut = multi_rank or self.pipeline.ranks or any(p.offload for p in self.cluster.processes)
         broken["4bit-with-warmup"] = (self.model.load_in_4bit and self.warmup_examples) and (
             f"warmup_examples = {self.warmup_examples} trains all weights, and those of "
             "model.load_in_4bit = true cannot be trained; leave one of them out"
@@ -207,14 +209,14 @@ class Config(Section):
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, "
             "or leave out fsdp, tp, offload and pipeline.ranks"
         )
-        sliced = [p for p in several if p.tp > 1 and p.generates]
+        sliced = [p for p in multi_rank if p.tp > 1 and p.generates]
         broken["draft-in-slices"] = (sliced and r.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
             f"one device, and cluster.processes cuts it by tp = {sliced[0].tp}; leave one of them "
             "out"
         )
-        broken["ranks-without-processes"] = (several and on_threads) and (
-            f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
+        broken["ranks-without-processes"] = (multi_rank and on_threads) and (
+            f"cluster.processes: fsdp = {multi_rank[0].fsdp} and tp = {multi_rank[0].tp} ask for "
             f"processes, and runtime = '{self.runtime}' has none; set runtime = 'local' or 'ray'"
         )
         numbered = [p.device for p in self.cluster.processes if p.device.startswith("cuda:")]
@@ -239,8 +241,8 @@ class Config(Section):
             "model.load_in_4bit = true trains beside weights in 4 bits, and rollout.engine = "
             f"'{engine}' would sample from others; leave one of them out"
         )
-        beside = [p for p in self.cluster.processes if LEARNER in p.roles and p.generates]
-        broken["vllm-beside-learner"] = (able.own_weights and beside) and (
+        colocated = [p for p in self.cluster.processes if LEARNER in p.roles and p.generates]
+        broken["vllm-beside-learner"] = (able.own_weights and colocated) and (
             "cluster.processes: generators in the learner's processes read its weights, and "
             f"{able.title} has weights of its own; give it processes of its own, on the same "
             "devices if need be"

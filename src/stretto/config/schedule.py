@@ -144,11 +144,11 @@ class Knobs:
     def describe(self, engines: int, *, episodes: bool = False) -> str:
         """Describe all knobs in one line, as they work with this number of engines. ``hold`` is
         only named for episodes, in which responses wait."""
-        shown = {name: getattr(self, name) for name in KNOBS if episodes or name != "hold"}
-        for name in shown:
+        values = {name: getattr(self, name) for name in KNOBS if episodes or name != "hold"}
+        for name in values:
             if self.on(name) and not self.works(name, engines):
-                shown[name] = f"{KNOBS[name].off[0]} (there is one engine)"
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+                values[name] = f"{KNOBS[name].off[0]} (there is one engine)"
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +295,8 @@ class ScheduleConfig(Section):
 
     @property
     def knobs(self) -> Knobs:
-        given = {name: getattr(self, name) for name in KNOBS}
-        by_hand = {name: value for name, value in given.items() if value != "preset"}
+        settings = {name: getattr(self, name) for name in KNOBS}
+        by_hand = {name: value for name, value in settings.items() if value != "preset"}
         return replace(PRESETS[self.preset].knobs, **by_hand)
 
     @property

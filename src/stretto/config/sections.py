@@ -155,10 +155,10 @@ RESERVED_ARGUMENTS = frozenset(
 
 def wrong_arguments(arguments: Mapping[str, object]) -> str:
     """Return why a chat template cannot be given these arguments, or an empty string."""
-    if taken := sorted(RESERVED_ARGUMENTS & arguments.keys()):
+    if reserved := sorted(RESERVED_ARGUMENTS & arguments.keys()):
         return (
-            f"'{taken[0]}' is not an argument to choose: each conversation has its own; leave it "
-            "out, and give messages and tools in the rows, and another template as "
+            f"'{reserved[0]}' is not an argument to choose: each conversation has its own; leave "
+            "it out, and give messages and tools in the rows, and another template as "
             "chat_template.jinja in the model's folder"
         )
     if empty := [name for name, value in arguments.items() if value is None]:
@@ -491,8 +491,8 @@ class RolloutConfig(Section):
         return str(self.engine_args.get("speculative_model", ""))
 
     def _count(self, name: str, default: int) -> int:
-        given = self.engine_args.get(name, default)
-        return given if type(given) is int and given >= 0 else -1
+        count = self.engine_args.get(name, default)
+        return count if type(count) is int and count >= 0 else -1
 
     def rules(self, broken: Rules) -> None:
         """Check the rules of generation alone."""
@@ -500,18 +500,19 @@ class RolloutConfig(Section):
             f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
             f"got {self.batch} and {self.samples_per_prompt}"
         )
-        own, counts = self.known_args, {"speculative_tokens", "speculative_rows"}
-        known = {"cuda_graphs", "speculative_model", *counts}
-        unknown = own.keys() - known
+        args, counts = self.known_args, {"speculative_tokens", "speculative_rows"}
+        known_names = {"cuda_graphs", "speculative_model", *counts}
+        unknown = args.keys() - known_names
         broken["unknown-engine-argument"] = unknown and (
             f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
-            f"{', '.join(sorted(known))}; leave it out, or set rollout.engine = 'vllm'"
+            f"{', '.join(sorted(known_names))}; leave it out, or set rollout.engine = 'vllm'"
         )
-        wrong = [name for name in sorted(counts & own.keys()) if self._count(name, 0) < 0]
+        wrong = [name for name in sorted(counts & args.keys()) if self._count(name, 0) < 0]
         broken["engine-argument-no-count"] = wrong and (
-            f"rollout.engine_args: {wrong[0]} = {own[wrong[0]]!r} must be a whole number, 0 or more"
+            f"rollout.engine_args: {wrong[0]} = {args[wrong[0]]!r} must be a whole number, 0 "
+            "or more"
         )
-        drafts = "speculative_model" in own
+        drafts = "speculative_model" in args
         broken["draft-without-tokens"] = (drafts and not self.speculative_tokens) and (
             "rollout.engine_args has a speculative_model, and no speculative_tokens that it may "
             "propose; set that, to 4 say"

@@ -108,8 +108,8 @@ class PipelineConfig(Section):
         return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
 
     def describe_stages(self, model: Trained) -> str:
-        given = self.actor_stages if model == "actor" else self.critic_stages
-        derived = "" if given else " (as many as pipeline.ranks)"
+        stages = self.actor_stages if model == "actor" else self.critic_stages
+        derived = "" if stages else " (as many as pipeline.ranks)"
         return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
 
     def pipelines(self, model: Trained) -> int:
