@@ -59,11 +59,11 @@ def said(sizes: tuple[int, int] | None, folder: Path) -> str:
     if sizes is None or not sizes[0]:
         return ""
     size, free = sizes[0], files.free(folder)
-    beside = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
-    if beside >= KEPT:
-        kept = f"at most {KEPT} kept"
-    elif beside == 1:
-        kept = f"1 kept, as {format_size(free)} are free"
+    capacity = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
+    if capacity >= KEPT:
+        note = f"at most {KEPT} kept"
+    elif capacity == 1:
+        note = f"1 kept, as {format_size(free)} are free"
     else:
-        kept = f"and only the first is written, as {format_size(free)} are free: make room"
-    return f"checkpoints: {format_size(size)} each, {kept}"
+        note = f"and only the first is written, as {format_size(free)} are free: make room"
+    return f"checkpoints: {format_size(size)} each, {note}"

@@ -98,39 +98,39 @@ def check_algorithm(config: Config) -> None:
     refuse(broken)
 
 
-def _check_source(name: str, found: ast.AST | None, defined: Mapping[str, ast.stmt]) -> None:
-    if isinstance(found, ast.Name) and found.id in defined:
-        found = defined[found.id]
-    if isinstance(found, ast.Assign | ast.AnnAssign) and found.value:
-        _check_source(name, found.value, {k: v for k, v in defined.items() if v is not found})
-    elif isinstance(found, ast.Dict) and found.values:
-        for value in found.values:
+def _check_source(name: str, node: ast.AST | None, defined: Mapping[str, ast.stmt]) -> None:
+    if isinstance(node, ast.Name) and node.id in defined:
+        node = defined[node.id]
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+        _check_source(name, node.value, {k: v for k, v in defined.items() if v is not node})
+    elif isinstance(node, ast.Dict) and node.values:
+        for value in node.values:
             _check_source(name, value, defined)
-    elif isinstance(found, ast.Constant | ast.List | ast.Tuple | ast.Dict):
-        raise unknown_environment(name, f"a {type(found).__name__.lower()}")
-    elif isinstance(found, ast.Call) and isinstance(found.func, ast.Name):
-        methods = _methods(defined.get(found.func.id), defined)
+    elif isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Dict):
+        raise unknown_environment(name, f"a {type(node).__name__.lower()}")
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        methods = _methods(defined.get(node.func.id), defined)
         if methods is not None and not methods.keys() >= VERL:
-            raise unknown_environment(name, f"an object of '{found.func.id}'")
-    elif isinstance(found, ast.ClassDef):
-        methods = _methods(found, defined)
+            raise unknown_environment(name, f"an object of '{node.func.id}'")
+    elif isinstance(node, ast.ClassDef):
+        methods = _methods(node, defined)
         if methods is not None and not methods.keys() >= VERL:
             _check_class(name, methods)
-    elif isinstance(found, _FUNCTIONS) and not found.decorator_list and _is_tool(found):
-        schema_of(_without_body(found), name)
+    elif isinstance(node, _FUNCTIONS) and not node.decorator_list and _is_tool(node):
+        schema_of(_without_body(node), name)
 
 
-def _methods(found: ast.stmt | None, defined: Mapping[str, ast.stmt]) -> dict[str, ast.stmt] | None:
-    if not isinstance(found, ast.ClassDef) or found.decorator_list or found.keywords:
+def _methods(node: ast.stmt | None, defined: Mapping[str, ast.stmt]) -> dict[str, ast.stmt] | None:
+    if not isinstance(node, ast.ClassDef) or node.decorator_list or node.keywords:
         return None
     methods: dict[str, ast.stmt] = {}
-    for base in reversed(found.bases):
-        own = base.id if isinstance(base, ast.Name) else ""
-        inherited = {} if own == "object" else _methods(defined.get(own), defined)
+    for base in reversed(node.bases):
+        base_name = base.id if isinstance(base, ast.Name) else ""
+        inherited = {} if base_name == "object" else _methods(defined.get(base_name), defined)
         if inherited is None:
             return None
         methods |= inherited
-    methods |= dict(_defined(ast.Module(found.body, [])))
+    methods |= dict(_defined(ast.Module(node.body, [])))
     return None if "__getattr__" in methods else methods
 
 
@@ -146,39 +146,39 @@ def _check_class(name: str, methods: Mapping[str, ast.stmt]) -> None:
             schema_of(_without_body(method, bound=True), name)
 
 
-def _is_tool(found: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    parameters = found.args
+def _is_tool(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    parameters = function.args
     names = {p.arg for p in (*parameters.args, *parameters.kwonlyargs)}
-    program = "base_url" in names or (found.name == "run" and parameters.kwarg)
-    hint = found.returns
+    program = "base_url" in names or (function.name == "run" and parameters.kwarg)
+    hint = function.returns
     plain = hint is None or not isinstance(hint, ast.Name | ast.Attribute | ast.Constant)
     return not program and (plain or (isinstance(hint, ast.Name) and hasattr(builtins, hint.id)))
 
 
 def _without_body(
-    found: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False
+    function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False
 ) -> Callable[..., Any]:
     """Return an empty function with the same name, docstring and parameters, all hints ``str``."""
-    parameters, hint = copy.deepcopy(found.args), ast.Name("str", ast.Load())
+    parameters, hint = copy.deepcopy(function.args), ast.Name("str", ast.Load())
     first = [*parameters.posonlyargs, *parameters.args][:1] if bound else []
-    every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
-    for parameter in filter(None, (*every, parameters.vararg, parameters.kwarg)):
+    arguments = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
+    for parameter in filter(None, (*arguments, parameters.vararg, parameters.kwarg)):
         parameter.annotation = parameter.annotation and hint
     for group in (parameters.posonlyargs, parameters.args):
         group[:] = [parameter for parameter in group if parameter not in first]
     nothing = ast.Constant(None)
     parameters.defaults = [nothing for _ in parameters.defaults]
     parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]
-    text = ast.Expr(ast.Constant(ast.get_docstring(found, clean=False)))
+    text = ast.Expr(ast.Constant(ast.get_docstring(function, clean=False)))
     alike = ast.parse("def f(): pass").body[0]
     assert isinstance(alike, ast.FunctionDef)
-    alike.name = found.name
+    alike.name = function.name
     alike.args = parameters
     alike.body = [text]
     scope: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(ast.Module([alike], [])), "<tool>", "exec"), scope)
-    made: Callable[..., Any] = scope[found.name]
-    return made
+    tool: Callable[..., Any] = scope[function.name]
+    return tool
 
 
 def _parsed(file: Path, setting: str) -> tuple[ast.Module, str]:
@@ -199,14 +199,14 @@ def _find(file: Path, name: str, setting: str) -> ast.stmt | None:
     tree, text = _parsed(file, setting)
     _check_imports(tree, file, setting)
     defined = dict(_defined(tree))
-    found = defined.get(name)
-    if found is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
+    definition = defined.get(name)
+    if definition is None and not ({"*", "__getattr__"} & defined.keys() or "globals(" in text):
         kinds = (*_FUNCTIONS, ast.ClassDef, ast.Call)  # a call makes an object
-        known = [
+        callables = [
             n for n, node in defined.items() if isinstance(getattr(node, "value", node), kinds)
         ]
-        raise not_defined(str(file), name, known, setting)
-    return found
+        raise not_defined(str(file), name, callables, setting)
+    return definition
 
 
 def _check_server(url: str) -> None:
@@ -233,8 +233,8 @@ def _check_imports(tree: ast.Module, file: Path, setting: str) -> None:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
         for name in {name.partition(".")[0] for name in names}:
-            beside = file.parent / name
-            if not (beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name)):
+            path = file.parent / name
+            if not (path.is_dir() or path.with_suffix(".py").is_file() or _is_there(name)):
                 raise ConfigError(
                     f"{setting}: '{file}' imports '{name}', which is not installed "
                     f"({file.name}, line {node.lineno}); install it, or put it beside the file",
@@ -263,13 +263,13 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
         elif isinstance(node, _BRANCHES):
             for child in ast.iter_child_nodes(node):
                 inner = child.body if isinstance(child, ast.ExceptHandler) else [child]
-                waiting += [each for each in inner if isinstance(each, ast.stmt)]
+                waiting += [statement for statement in inner if isinstance(statement, ast.stmt)]
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
     parameters, nothing = function.args, ast.Constant(None)
-    every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
-    for parameter in filter(None, (*every, parameters.vararg, parameters.kwarg)):
+    arguments = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
+    for parameter in filter(None, (*arguments, parameters.vararg, parameters.kwarg)):
         parameter.annotation = None
     parameters.defaults = [nothing for _ in parameters.defaults]
     parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]

@@ -58,8 +58,8 @@ def check_run(
     sources = [s for s in config.reward.parsed if s.name not in objects]
     if task and any(source.kind.verifies for source in sources):
         task.require_verifier()
-    named = overrides is None or overrides.actor is None
-    if config.warmup_examples and named and adapter_folder(config.model.name):
+    actor_by_name = overrides is None or overrides.actor is None
+    if config.warmup_examples and actor_by_name and adapter_folder(config.model.name):
         raise ConfigError(
             f"warmup_examples = {config.warmup_examples} trains all weights before adapters are "
             f"put on, and '{config.model.name}' is an adapter of other weights; train it with "
@@ -69,8 +69,8 @@ def check_run(
     if task and config.warmup_examples:
         task.first.demonstration(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
-    brought = overrides.environment if overrides else ()
-    functions.check_environments(n for n in config.environment.sources if n not in brought)
+    environments = overrides.environment if overrides else ()
+    functions.check_environments(n for n in config.environment.sources if n not in environments)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
@@ -254,8 +254,8 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
 
     require("datasets", "hub", f"'{name}', a dataset of the hub,")
     stem = name.partition(":")[0]
-    made = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
-    here = (made / stem.replace("/", "___").lower()).is_dir() or hub.is_cached("datasets", stem)
+    root = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
+    here = (root / stem.replace("/", "___").lower()).is_dir() or hub.is_cached("datasets", stem)
     if ask and not here:
         remedy = (
             "Give a local file (.jsonl, .json or .parquet), or download it where there is a network"
