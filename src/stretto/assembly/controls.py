@@ -221,11 +221,11 @@ def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShare
     if schedule.threads:
         return CoreShares(*schedule.threads)
     knobs = schedule.knobs
-    training, left = cores, cores
+    training, rest = cores, cores
     if knobs.trains_beside:
         training = max(cores // 2, 1)
-        left -= training
-    beside = knobs.scores_beside(engines)
-    scoring = max(left // 2 if beside else left, 1)
-    generating = max((left - scoring if beside else left) // engines, 1)
+        rest -= training
+    overlaps = knobs.scores_beside(engines)
+    scoring = max(rest // 2 if overlaps else rest, 1)
+    generating = max((rest - scoring if overlaps else rest) // engines, 1)
     return CoreShares(generating, scoring, training)

@@ -82,8 +82,8 @@ def open_environment(
     prompts.render = lambda messages, rows, arguments: bridge.of(arguments).prompt(
         messages, [*tools, *rows]
     )
-    most = config.task.max_prompt_tokens
-    role = EnvironmentRole(settings, places, bridge, prompts.encoder, most, judges)
+    max_prompt_tokens = config.task.max_prompt_tokens
+    role = EnvironmentRole(settings, places, bridge, prompts.encoder, max_prompt_tokens, judges)
     role.tools_column = config.task.columns.get(TOOLS, TOOLS)
     return role
 
@@ -136,12 +136,12 @@ def _programs(
     from stretto.serving.programs import ProgramServer
 
     settings = config.environment
-    rollout, most = config.rollout, config.task.max_prompt_tokens
+    rollout, max_prompt_tokens = config.rollout, config.task.max_prompt_tokens
     ends = overrides.end_tokens or frozenset()
     bridges = Bridges(prompts.encoder, ends, rollout.stop)
-    drawn = (rollout.temperature, rollout.top_k, rollout.top_p)
-    most_new = rollout.max_new_tokens
-    limits = Limits(most, most_new, settings.on_break, drawn, rollout.stop)
+    sampling = (rollout.temperature, rollout.top_k, rollout.top_p)
+    max_new_tokens = rollout.max_new_tokens
+    limits = Limits(max_prompt_tokens, max_new_tokens, settings.on_break, sampling, rollout.stop)
     sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
@@ -180,21 +180,21 @@ def open_places(
     settings: EnvironmentConfig, objects: Mapping[str, Any], looking: Looking = NOTHING_LOOKS
 ) -> Sequence[Place]:
     """Start the hosts of episodes: processes, or this process for objects."""
-    brought = {name: objects[name] for name in settings.sources if name in objects}
-    named = [name for name in settings.sources if name not in objects]
+    instances = {name: objects[name] for name in settings.sources if name in objects}
+    names = [name for name in settings.sources if name not in objects]
     places: list[Place]
-    if brought and named:
+    if instances and names:
         raise ConfigError(
-            f"`environment.sources`: '{named[0]}' is a name, and '{next(iter(brought))}' an object "
-            "of this process; give all as objects, or all by name",
+            f"`environment.sources`: '{names[0]}' is a name, and '{next(iter(instances))}' an "
+            "object of this process; give all as objects, or all by name",
             "environments-mixed",
         )
     how = {**settings_of(settings), "reward_timeout_s": looking.reward.timeout_s}
-    judges = looking.brought(bool(brought))
-    if brought:
-        places = [LocalEnvironment(brought, how, judges)]
+    judges = looking.brought(bool(instances))
+    if instances:
+        places = [LocalEnvironment(instances, how, judges)]
     else:
-        sources = {name: locate_source(name) for name in named}
+        sources = {name: locate_source(name) for name in names}
         opening = {"sources": sources, "settings": how, "judges": judges}
         places = [EnvironmentProcess(opening) for _ in range(settings.processes)]
     try:

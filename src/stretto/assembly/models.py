@@ -158,9 +158,9 @@ def _loaded(
     if in_files:
         if config.lora_rank:  # adapters take the dtype of the base weights
             mapped.convert(model)
-        if held := mapped.held_bytes(model):
+        if size := mapped.held_bytes(model):
             say(
-                f"every rank loads {format_size(held)} of '{path}' before it keeps its part: "
+                f"every rank loads {format_size(size)} of '{path}' before it keeps its part: "
                 "weights of another type or form than in the files cannot be left there"
             )
     return model
@@ -189,8 +189,8 @@ def check_draft(
     config: ModelConfig, name: str, tokenizer: PreTrainedTokenizerBase, say: Say
 ) -> None:
     """Raise ConfigError if the draft model's tokenizer differs from the actor's."""
-    own = load_tokenizer(resolve(name, say), config.trust_remote_code, say)
-    if not same_tokenizer(own, tokenizer):
+    draft_tokenizer = load_tokenizer(resolve(name, say), config.trust_remote_code, say)
+    if not same_tokenizer(draft_tokenizer, tokenizer):
         raise ConfigError(
             f"rollout.engine_args: speculative_model = '{name}' has another tokenizer than the "
             "actor, to which it is to propose tokens; choose a model of the actor's family, or "
@@ -245,8 +245,10 @@ def with_adapters(
         return model
     trained = trained_names(model)
     with drawing_apart(f"{seed} adapters {kind}", pick_device(config.device)):
-        own = stack is None and kind == "CAUSAL_LM"
-        wrapped = add_lora(model, config, kind, adapter_folder(config.name) if own else None)
+        from_settings = stack is None and kind == "CAUSAL_LM"
+        wrapped = add_lora(
+            model, config, kind, adapter_folder(config.name) if from_settings else None
+        )
     if stack is not None:
         stack.callback(merge_lora, wrapped, trained)
     return wrapped

@@ -122,12 +122,12 @@ def trained_models(
     critic, trained = None, trained_names(base)
     if config.algorithm.definition.critic:
         critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
-        own = stack if overrides.critic is not None else None
-        critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", own)
+        merge_stack = stack if overrides.critic is not None else None
+        critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", merge_stack)
     for name, parameter in base.named_parameters():  # the critic's adapters froze them
         parameter.requires_grad_(name in trained)
-    own = stack if overrides.actor is not None else None
-    actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", own)
+    merge_stack = stack if overrides.actor is not None else None
+    actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", merge_stack)
     reference = None
     if config.algorithm.has_reference:
         if overrides.reference is not None:
@@ -217,8 +217,8 @@ def warmup_examples(number: int, prompts: PromptSource) -> list[Response]:
     for place in islice(places, number):
         if prompts.refusal(prompts.row_by_id(place)):
             continue
-        for prompt, said in prompts.demonstration(place, f"warmup_examples = {number}"):
-            answer = encoder.ids(encoder.escape(said))
+        for prompt, text in prompts.demonstration(place, f"warmup_examples = {number}"):
+            answer = encoder.ids(encoder.escape(text))
             if tokenizer.eos_token_id is not None:
                 answer.append(tokenizer.eos_token_id)
             tokens, i = np.array(answer, np.int32), len(examples)

@@ -80,9 +80,9 @@ def load_reward(
     source: RewardSource, config: ModelConfig, overrides: Overrides, say: Say
 ) -> Reward | None:
     """Return a frozen reward model and its tokenizer, ``None`` if the source is not a model."""
-    if own := overrides.reward_models.get(source.name):
-        made_ready(own[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
-        return own
+    if reward := overrides.reward_models.get(source.name):
+        made_ready(reward[0], config.device, f"reward model '{source.name}'").requires_grad_(False)
+        return reward
     if not source.kind.is_model:
         return None
     return load_reward_model(config, source.model, say, in_files=overrides.in_files)
@@ -212,9 +212,9 @@ class RoleFactory:
         ``columns`` are the dataset's. ``environment``: whether an environment can score, too.
         ConfigError if the function is missing or unusable, TaskError if the task has no verifier.
         """
-        config, given = self.config, functions.get(source.name)
-        if source.kind.streams or isinstance(given, StreamingReward):
-            return StreamingScorer(source, given, tokenizer)
+        config, function = self.config, functions.get(source.name)
+        if source.kind.streams or isinstance(function, StreamingReward):
+            return StreamingScorer(source, function, tokenizer)
         scorer = FunctionScorer(
             source,
             config.task,
@@ -223,7 +223,7 @@ class RoleFactory:
             stop=config.rollout.stop,
             timeout_s=config.reward.timeout_s,
             columns=columns,
-            function=given,
+            function=function,
             max_steps=config.steps,
             environment=environment,
         )
@@ -304,8 +304,8 @@ class RoleFactory:
         """
         for reward in rewards:
             if reward.same_tokenizer:
-                most = positions(reward.model)
-                self.config.require_positions(f"reward model '{reward.name}'", most)
+                limit = positions(reward.model)
+                self.config.require_positions(f"reward model '{reward.name}'", limit)
             else:
                 reward.require_room(prompts)
 
@@ -375,15 +375,17 @@ class RoleFactory:
         elif grid is not None:
             from stretto.training.sharded import ShardedBackprop, ShardedModel
 
-            shards = ShardedModel(actor, grid, rates["actor"], t, lends=lends)
-            others = ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
-            first, second = shards, others
-            backprop = ShardedBackprop(shards, others, losses, t.microbatch_tokens)
+            actor_shards = ShardedModel(actor, grid, rates["actor"], t, lends=lends)
+            critic_shards = (
+                ShardedModel(critic, grid, rates["critic"], t, lends=lends) if critic else None
+            )
+            first, second = actor_shards, critic_shards
+            backprop = ShardedBackprop(actor_shards, critic_shards, losses, t.microbatch_tokens)
         else:
-            whole = TrainedModel(actor, rates["actor"], t, may_be_frozen=not config.steps)
-            other = TrainedModel(critic, rates["critic"], t) if critic else None
-            first, second = whole, other
-            backprop = LocalBackprop(whole, other, losses, t.microbatch_tokens)
+            actor_model = TrainedModel(actor, rates["actor"], t, may_be_frozen=not config.steps)
+            critic_model = TrainedModel(critic, rates["critic"], t) if critic else None
+            first, second = actor_model, critic_model
+            backprop = LocalBackprop(actor_model, critic_model, losses, t.microbatch_tokens)
         factors = config.reward.factors
         learner = PolicyLearner(
             first, second, backprop, config, factors, snapshots=snapshots, channel=channel
