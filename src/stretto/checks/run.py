@@ -255,8 +255,8 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
     require("datasets", "hub", f"'{name}', a dataset of the hub,")
     stem = name.partition(":")[0]
     root = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
-    here = (root / stem.replace("/", "___").lower()).is_dir() or hub.is_cached("datasets", stem)
-    if ask and not here:
+    in_cache = (root / stem.replace("/", "___").lower()).is_dir() or hub.is_cached("datasets", stem)
+    if ask and not in_cache:
         remedy = (
             "Give a local file (.jsonl, .json or .parquet), or download it where there is a network"
         )
