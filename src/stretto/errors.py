@@ -163,13 +163,13 @@ def near(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     Case and kinds of dashes are ignored. Numbers must match: b200 and h200, or k9 and k1, are
     different things instead of misspellings.
     """
-    spellings = {_plain_spelling(each): each for each in sorted(known)}
-    wanted = _plain_spelling(name)
-    similar = [each for each in spellings if _same_thing(wanted, each)]
+    spellings = {_plain_spelling(candidate): candidate for candidate in sorted(known)}
+    spelling = _plain_spelling(name)
+    similar = [candidate for candidate in spellings if _same_thing(spelling, candidate)]
     # Another letter of three makes another word: dpo is not ppo, gpu is not cpu.
-    cutoff = 0.7 if len(wanted) == 3 else 0.6
-    matches = get_close_matches(wanted, similar, n=count, cutoff=cutoff)
-    return [spellings[each] for each in matches]
+    cutoff = 0.7 if len(spelling) == 3 else 0.6
+    matches = get_close_matches(spelling, similar, n=count, cutoff=cutoff)
+    return [spellings[candidate] for candidate in matches]
 
 
 def _plain_spelling(name: str) -> str:
@@ -177,12 +177,12 @@ def _plain_spelling(name: str) -> str:
 
 
 def _same_thing(first: str, second: str) -> bool:
-    numbers = [set(re.findall(r"\d+", each)) for each in (first, second)]
+    numbers = [set(re.findall(r"\d+", text)) for text in (first, second)]
     if not (numbers[0] <= numbers[1] or numbers[1] <= numbers[0]):
         return False
     if not all(numbers):
         return True
-    letters = [re.sub(r"[\d\W_]", "", each) for each in (first, second)]
+    letters = [re.sub(r"[\d\W_]", "", text) for text in (first, second)]
     return letters == ["", ""] or bool(get_close_matches(letters[0], letters[1:], cutoff=0.6))
 
 
@@ -200,8 +200,8 @@ def is_installed(library: str) -> bool:
     """Return whether a library is installed, by its import name."""
     if sys.modules.get(library) is not None:
         return True
-    found = find_spec(library)
-    return bool(found and found.origin)  # a folder of that name, for example ./wandb, has no origin
+    spec = find_spec(library)
+    return bool(spec and spec.origin)  # a folder of that name, for example ./wandb, has no origin
 
 
 def require(library: str, extra: str, purpose: str) -> None:
@@ -215,8 +215,8 @@ def requirements(extra: str = "") -> list[Requirement]:
     from packaging.requirements import Requirement
 
     declared = [Requirement(text) for text in _declared()[0]]
-    chosen = [r for r in declared if _asks_for(r, extra) and not (extra and _asks_for(r, ""))]
-    return sorted(chosen, key=lambda r: r.name.lower())
+    matches = [r for r in declared if _asks_for(r, extra) and not (extra and _asks_for(r, ""))]
+    return sorted(matches, key=lambda r: r.name.lower())
 
 
 def extras() -> list[str]:

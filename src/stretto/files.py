@@ -78,12 +78,12 @@ def sum_of(file: Path) -> FileSum:
 
 def leave_room(path: Path, size: int) -> None:
     """Raise OSError if ``size`` bytes at ``path`` would leave less room than :data:`SPARE`."""
-    there = free(path)
-    if there < (1 + SPARE) * size:
+    free_bytes = free(path)
+    if free_bytes < (1 + SPARE) * size:
         raise OSError(
             errno.ENOSPC,
-            f"{path.name} takes {size / 1e6:.1f} MB of the {there / 1e6:.1f} MB that are free, and "
-            "would leave too little for records and the model",
+            f"{path.name} takes {size / 1e6:.1f} MB of the {free_bytes / 1e6:.1f} MB that are "
+            "free, and would leave too little for records and the model",
         )
 
 
@@ -109,16 +109,16 @@ def append(file: Path, lines: bytes) -> bool:
     with explained(file), file.open("ab+", buffering=0) as stream:
         descriptor = stream.fileno()
         size = os.fstat(descriptor).st_size
-        whole = _end_of_lines(descriptor, size)
-        if whole < size:
-            os.ftruncate(descriptor, whole)
+        complete_size = _end_of_lines(descriptor, size)
+        if complete_size < size:
+            os.ftruncate(descriptor, complete_size)
         try:
             write(descriptor, lines)
         except BaseException:
             with suppress(OSError):
-                os.ftruncate(descriptor, whole)
+                os.ftruncate(descriptor, complete_size)
             raise
-    return whole < size
+    return complete_size < size
 
 
 def write(descriptor: int, content: bytes) -> None:
@@ -126,9 +126,9 @@ def write(descriptor: int, content: bytes) -> None:
 
     Otherwise it is one call, so that Ctrl-C comes before or after it, never in between.
     """
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def whole_lines(content: bytes) -> list[bytes]:

@@ -80,8 +80,8 @@ def fetch_config(name: str) -> str:
     start = time.monotonic()
     if reason := unreachable():
         return reason
-    left = PATIENCE_S + 1 - (time.monotonic() - start)
-    reason = _failure(lambda: hf_hub_download(name, "config.json"), constants.ENDPOINT, left)
+    patience_s = PATIENCE_S + 1 - (time.monotonic() - start)
+    reason = _failure(lambda: hf_hub_download(name, "config.json"), constants.ENDPOINT, patience_s)
     if not reason:
         _fetched.add(name)
     return reason

@@ -57,15 +57,15 @@ class CommandLine(TomlFile):
 
     def setting(self, name: str, value: str) -> str:
         """Word a setting as the command's option, or as in files if it has none."""
-        known = (self.options[n] for n in spellings(name) if n in self.options)
-        shown = next(known, "" if self.options else option(name))
+        matches = (self.options[n] for n in spellings(name) if n in self.options)
+        flag = next(matches, "" if self.options else option(name))
         if value in ("false", "False"):  # tyro's flags take no value
-            section, dot, last = shown.rpartition(".")
-            shown = shown and f"{section}.no-{last}" if dot else shown.replace("--", "--no-")
+            section, dot, last = flag.rpartition(".")
+            flag = flag and f"{section}.no-{last}" if dot else flag.replace("--", "--no-")
         if value.lower() in ("true", "false"):
             value = ""
         value = re.sub(r"[(){}',]", "", value.replace(": ", "="))  # a tuple or dict
-        return f"{shown} {value}".strip() if shown else super().setting(name, value)
+        return f"{flag} {value}".strip() if flag else super().setting(name, value)
 
 
 @dataclass
@@ -87,18 +87,18 @@ class Python(TomlFile):
 
     def setting(self, name: str, value: str) -> str:
         """Word a setting as a keyword, or as in files if there is none."""
-        known = spellings(name)
+        names = spellings(name)
         if self.takes_settings:
-            known[-1] = name.replace(".", "__")
-        keyword = next((n for n in known if n in self.keywords), "")
-        keyword = keyword or (known[-1] if self.takes_settings else "")
+            names[-1] = name.replace(".", "__")
+        keyword = next((n for n in names if n in self.keywords), "")
+        keyword = keyword or (names[-1] if self.takes_settings else "")
         if self.equal is not None and name in SETTINGS:
             if exact := self.equal.get(f"{name} = {value}"):
                 return exact
             if self.equal.get(name) in self.keywords:
                 keyword = self.equal[name]
             elif name.startswith("schedule."):
-                pair = f"{known[-1]!r}: {_literal(value) if value else '...'}"
+                pair = f"{names[-1]!r}: {_literal(value) if value else '...'}"
                 return f"schedule={{{pair}}}"
             elif value or not keyword:
                 origin = f"(from {keyword}=)" if keyword else "of trainer.config"
@@ -168,7 +168,9 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         keywords = inspect.signature(function).parameters
-        takes_settings = any(each.kind is each.VAR_KEYWORD for each in keywords.values())
+        takes_settings = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in keywords.values()
+        )
         with through(Python(keywords, takes_settings, CALLS)):
             unknown = kwargs.keys() - keywords.keys()
             if unknown and not takes_settings:
@@ -185,12 +187,12 @@ def advice(name: str, parameters: Collection[str], otherwise: str = "") -> str:
     (by default the list of all parameters). For functions without settings.
     """
     # Other libraries' names map to settings, whose last part may be an option.
-    elsewhere = [each.rpartition(".")[2] for each in ELSEWHERE.get(name, ())]
-    if same := [each for each in elsewhere if each in parameters]:
+    elsewhere = [candidate.rpartition(".")[2] for candidate in ELSEWHERE.get(name, ())]
+    if same := [candidate for candidate in elsewhere if candidate in parameters]:
         return f"It is called `{same[0]}` here."
     if matches := near(name, parameters, 3):
-        return f"Did you mean {' or '.join(f'`{each}`' for each in matches)}?"
-    return otherwise or f"It takes {', '.join(f'`{each}`' for each in parameters)}."
+        return f"Did you mean {' or '.join(f'`{candidate}`' for candidate in matches)}?"
+    return otherwise or f"It takes {', '.join(f'`{candidate}`' for candidate in parameters)}."
 
 
 def option(name: str) -> str:

@@ -89,8 +89,8 @@ def usable_cores() -> int:
 
 def usable_gpus() -> int:
     """Count the GPUs that torch would see, without importing it."""
-    found = importlib.util.find_spec("torch")
-    version = Path(found.origin).with_name("version.py") if found and found.origin else None
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     build = version.read_text() if version and version.is_file() else ""
     if re.search(r"^cuda: .*= None$", build, re.M) and re.search(r"^hip: .*= None$", build, re.M):
         return 0
@@ -98,8 +98,8 @@ def usable_gpus() -> int:
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     nvidia = len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
-    others = any(Path(device).exists() for device in ("/dev/dxg", "/dev/kfd"))  # WSL, AMD
-    return nvidia or int(others)
+    other_gpus = any(Path(device).exists() for device in ("/dev/dxg", "/dev/kfd"))  # WSL, AMD
+    return nvidia or int(other_gpus)
 
 
 def free_memory() -> int:
@@ -107,15 +107,15 @@ def free_memory() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    limit, usage = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     try:
-        return min(free, int(limit.read_text()) - int(used.read_text()))
+        return min(free, int(limit.read_text()) - int(usage.read_text()))
     except (OSError, ValueError):  # no control groups, or no limit: "max"
         return free
 
 
 def _cpu() -> str:
     file = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:(.*)$", file.read_text() if file.is_file() else "", re.M)
-    name = named[1].strip() if named else ""
+    match = re.search(r"^model name\s*:(.*)$", file.read_text() if file.is_file() else "", re.M)
+    name = match[1].strip() if match else ""
     return name or platform.processor() or platform.machine()

@@ -39,13 +39,13 @@ def locate(name: str, setting: str) -> dict[str, str]:
     """Return absolute path, module and root folder (both empty for a file), and member of code.
     Raises ConfigError if the file or module is missing.
     """
-    named = parts(name)
-    if named is None:
+    location = parts(name)
+    if location is None:
         raise ConfigError(
             f"{setting}: '{name}' is neither 'file.py:name' nor 'package.module:name'",
             "unknown-source",
         )
-    home, member = named
+    home, member = location
     if not home.endswith(".py"):
         path, root = _file_of(name, home, setting)
         return {"file": str(path.resolve()), "module": home, "root": root, "function": member}
@@ -179,14 +179,14 @@ def _load(file: str) -> ModuleType:
     if not package or package[-1].name in sys.modules:
         return _load_alone(path)
     sys.path.insert(0, str(package[-1].parent))
-    named = ".".join(folder.name for folder in reversed(package))
+    package_name = ".".join(folder.name for folder in reversed(package))
     try:
-        importlib.import_module(named)
+        importlib.import_module(package_name)
     except Exception:  # any error of its __init__
         with suppress(ImportError):  # for example of a neighbour: the package's error is clearer
             return _load_alone(path)
         raise
-    return importlib.import_module(f"{named}.{path.stem}")
+    return importlib.import_module(f"{package_name}.{path.stem}")
 
 
 def _is_package(folder: Path) -> bool:
@@ -239,8 +239,8 @@ def _end_child(error: BaseException | None) -> NoReturn:
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
             status = error.code & 0xFF
         else:
-            said = error.code if isinstance(error, SystemExit) else traceback.format_exc()
-            print(said, file=sys.stderr)
+            message = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+            print(message, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -252,9 +252,9 @@ def describe(error: BaseException, file: str | None) -> str:
     if isinstance(error, StrettoError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
-    if isinstance(error, SyntaxError) and not own:
+    file_frames = [frame for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and not file_frames:
         return f"{type(error).__name__}: {error}"  # its text names the place
-    at = (own or frames)[-1]
+    at = (file_frames or frames)[-1]
     place = f"{Path(at.filename).name}, line {at.lineno}, in {at.name}: {at.line}"
     return f"{type(error).__name__}: {error} ({place})"

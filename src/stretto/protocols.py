@@ -74,8 +74,8 @@ def remote(
 
 def remote_methods(role: type) -> dict[str, RemoteMethod]:
     """Return the remotely callable methods of a role's protocol, by name."""
-    found = {name: getattr(getattr(role, name), "remote", None) for name in dir(role)}
-    return {name: method for name, method in found.items() if method}
+    marks = {name: getattr(getattr(role, name), "remote", None) for name in dir(role)}
+    return {name: method for name, method in marks.items() if method}
 
 
 class Replaceable(Protocol):

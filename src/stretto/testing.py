@@ -203,8 +203,8 @@ class FakeGenerator:
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._turn:
-            left = {i: self._end(i, n) - n for i, n in self.done.items()}
-            ends = sorted(left.values())
+            tokens_left = {i: self._end(i, n) - n for i, n in self.done.items()}
+            ends = sorted(tokens_left.values())
             steps = min(max_tokens, ends[-1]) if ends else 0
             if stop_after and len(ends) >= stop_after:
                 steps = min(steps, ends[stop_after - 1])
@@ -213,11 +213,11 @@ class FakeGenerator:
             if self.idle:
                 return Decoded([], steps)
             chunks = []
-            for i in list(left):
-                start, n = self.done[i], min(steps, left[i])
+            for i in list(tokens_left):
+                start, n = self.done[i], min(steps, tokens_left[i])
                 tokens = [token(i, t) for t in range(start, start + n)]
                 finish = None
-                if n == left[i]:
+                if n == tokens_left[i]:
                     finish = FinishReason.TURN if self.world.turns else FinishReason.STOP
                 chunks.append(make_chunk(i, start, tokens, [-0.5] * n, version, finish))
                 self.done[i] += n
@@ -244,11 +244,11 @@ class FakeGenerator:
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         async with self._turn:
             self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
-            here = self.parked | self.done
+            lengths = self.parked | self.done
             for i in rollout_ids:
                 self.done.pop(i, None)
                 self.parked.pop(i, None)
-            return [KVTransfer(i, cached_tokens=here[i]) for i in rollout_ids]
+            return [KVTransfer(i, cached_tokens=lengths[i]) for i in rollout_ids]
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         async with self._turn:

@@ -256,8 +256,8 @@ class Observation:
     def from_state(cls, state: Mapping[str, Any]) -> Observation:
         """Restore an observation from :meth:`state_dict`."""
         tokens = np.array(state["tokens"], np.int32)
-        told = {name: tuple(state.get(name, ())) for name in ("messages", "left", "stop")}
-        return cls(**{**state, "tokens": tokens, **told})
+        tuples = {name: tuple(state.get(name, ())) for name in ("messages", "left", "stop")}
+        return cls(**{**state, "tokens": tokens, **tuples})
 
 
 def short_name(scorer: str) -> str:
@@ -401,10 +401,10 @@ class TrainBatch:
 
     def split_sampled(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
         """Split the sampled tokens of a column, [N] or [M], into one array per response."""
-        drawn = sampled_of(self)
-        lengths = [int(d.sum()) for d in self.split(drawn)]
-        of_drawn = column if len(column) < len(drawn) else column[drawn]
-        return np.split(of_drawn, np.cumsum(lengths)[:-1])
+        sampled = sampled_of(self)
+        lengths = [int(d.sum()) for d in self.split(sampled)]
+        sampled_column = column if len(column) < len(sampled) else column[sampled]
+        return np.split(sampled_column, np.cumsum(lengths)[:-1])
 
     def responses(self) -> list[Response]:
         """Return each response with its prompt, with tokens only."""
@@ -507,5 +507,5 @@ class Reply(Generic[V]):
 
     def shifted(self, by_s: float) -> Reply[V]:
         """Return the reply by a clock that is ``by_s`` seconds ahead of the worker's."""
-        moved = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
-        return Reply(self.value, tuple(moved))
+        work = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
+        return Reply(self.value, tuple(work))
