@@ -16,11 +16,11 @@ from bridge_helpers import Player, call, places_of, role_of, said, text_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments import processes
 from stretto.environments.processes import EnvironmentProcess
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.types import FORKS
+from stretto.workers import child as child_processes
 
 SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
 
@@ -486,7 +486,7 @@ def test_the_process_ends_with_its_parent() -> None:
 
 def test_a_late_read_takes_nothing_from_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that reads from a process that has ended is held up until the next one runs."""
-    read, start = processes.os.read, processes.start_child
+    read, start = child_processes.os.read, child_processes.start_child
     readers: list[threading.Thread] = []
     ended, release = threading.Event(), threading.Event()
 
@@ -505,10 +505,10 @@ def test_a_late_read_takes_nothing_from_the_next_process(monkeypatch: pytest.Mon
         time.sleep(0.1)
         return child
 
-    monkeypatch.setattr(processes.os, "read", late_read)
+    monkeypatch.setattr(child_processes.os, "read", late_read)
     with raises(ConfigError, None, "Missing"):
         places_of("Missing")
-    monkeypatch.setattr(processes, "start_child", next_start)
+    monkeypatch.setattr(child_processes, "start_child", next_start)
     (place,) = places_of("add")
     place.close()
     assert len({*readers}) == 2

@@ -16,11 +16,12 @@ from bridge_helpers import Player, role_of
 from raising import raises
 from stretto.config import EnvironmentConfig
 from stretto.environments.host import Host
-from stretto.environments.processes import LocalEnvironment, ProcessLostError, settings_of
+from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.results import bounded
 from stretto.environments.running import CallError, Runner
 from stretto.errors import EpisodeLostError
 from stretto.types import Observation
+from stretto.workers.child import ProcessLostError
 
 SHORT = EnvironmentConfig(timeout_s=0.2, parallel=4, max_observation_tokens=2)
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -38,14 +38,13 @@ from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.conventions import convention_of
-from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.functions import Answers, FunctionScorer
 from stretto.scoring.responses import response_text
 from stretto.scoring.worker import open_function
 from stretto.tasks.base import TaskRow, fingerprint
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Message, Prompt, Score
-from stretto.workers import function as processes
-from stretto.workers.function import Answers
+from stretto.workers import child as child_processes
 
 TOKENIZER = byte_tokenizer()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -1194,16 +1193,14 @@ def test_a_pause_of_the_run_s_own_process_takes_no_time(tmp_path: Path, after: f
 
 
 def test_a_pause_between_two_waits_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SLICE_S", 0.05)
-    deadline = processes._Deadline(0.2)
+    monkeypatch.setattr(child_processes, "SLICE_S", 0.05)
+    deadline = child_processes.Deadline(0.2)
     time.sleep(0.3)
-    end, pipe = os.pipe()
-    writer = threading.Timer(0.1, os.write, (pipe, b"answer"))
+    inbox: SimpleQueue[str] = SimpleQueue()
+    writer = threading.Timer(0.1, inbox.put, ("answer",))
     writer.start()
-    deadline.wait(end, selectors.EVENT_READ)
+    assert deadline.next(inbox) == "answer"
     writer.join()
-    for each in (end, pipe):
-        os.close(each)
 
 
 def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: Path) -> None:

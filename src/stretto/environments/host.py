@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from stretto.environments.launch import launch
@@ -23,8 +22,8 @@ from stretto.scoring.conventions import (
     ENVIRONMENTS,
     Log,
     Sample,
-    TrainerState,
     Verdict,
+    bound,
     convention_of,
     listed,
 )
@@ -36,43 +35,27 @@ _OPEN = ("error", "place", "failure", "calls", "result")
 """Keys of an answer whose length depends on user code."""
 
 
-class Judges:
-    """TRL's reward functions with the parameter ``environments``, by reward source.
+async def judged(
+    function: Callable[..., Any], name: str, episode: Episode, sample: Sample, run: Runner
+) -> Verdict:
+    """Call TRL's reward function with the parameter ``environments`` at the end of an episode.
 
-    Each is called with a batch of one, because the object is soon reset for another episode.
+    It gets a batch of one, because the object is soon reset for another episode.
     """
-
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], run: Runner) -> None:
-        self._functions, self._run = functions, run
-
-    async def scores(self, episode: Episode, samples: Mapping[str, Sample]) -> dict[str, Verdict]:
-        own = episode.own
-        return {name: await self._score(name, own, sample) for name, sample in samples.items()}
-
-    async def _score(self, name: str, episode: Episode, sample: Sample) -> Verdict:
-        function, log = self._functions[name], Log(1)
-        signature = inspect.signature(function)
-        convention = convention_of(signature, "", name).convention
-        arguments: dict[str, Any] = {
-            **convention.arguments([sample]),
-            "trainer_state": TrainerState(**sample["state"]),
-            "log_extra": log.add,
-            "log_metric": log.metric,
-            ENVIRONMENTS: [episode.environment],
-        }
-        parameters = signature.parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            arguments = {key: value for key, value in arguments.items() if key in parameters}
-        thread = None if needs_main_thread(function) else episode.thread
-        try:
-            result = await self._run(partial(function, **arguments), thread=thread)
-            (entry,) = listed(log.scores(result), 1)
-            return log.beside(0, convention.entry(entry))
-        except CallError as error:
-            episode.sound &= not error.timed_out
-            return {"error": error.place}
-        except RewardError as error:
-            return {"error": str(error)}
+    log, signature = Log(1), inspect.signature(function)
+    convention = convention_of(signature, "", name).convention
+    arguments = convention.arguments_of_all([sample], log)
+    arguments[ENVIRONMENTS] = [episode.environment]
+    thread = None if needs_main_thread(function) else episode.thread
+    try:
+        result = await run(bound(function, signature, arguments), thread=thread)
+        (entry,) = listed(log.scores(result), 1)
+        return log.beside(0, convention.entry(entry))
+    except CallError as error:
+        episode.sound &= not error.timed_out
+        return {"error": error.place}
+    except RewardError as error:
+        return {"error": str(error)}
 
 
 class Host:
@@ -118,7 +101,7 @@ class Host:
             )
         limit_s = settings.get("reward_timeout_s", settings["timeout_s"])
         self._judging = Runner(settings["parallel"], limit_s, worn)
-        self._judges = Judges(judges or {}, self._judging)
+        self._judges = judges or {}
         self._episodes: dict[int, Episode] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._programs: dict[int, asyncio.Future[Any]] = {}
@@ -189,8 +172,12 @@ class Host:
             return {"reward": None, "failure": str(error)}
 
     async def _score(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        episode = self._episodes[body["episode"]]
-        return {"scores": await self._judges.scores(episode, body["samples"])}
+        episode = self._episodes[body["episode"]].own
+        scores = {}
+        for name, sample in body["samples"].items():
+            judge = self._judges[name]
+            scores[name] = await judged(judge, name, episode, sample, self._judging)
+        return {"scores": scores}
 
     async def _close(self, body: Mapping[str, Any]) -> dict[str, Any]:
         episode = self._episodes.pop(body["episode"], None)

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, ProcessLostError, answer_of
+from stretto.environments.processes import Place, answer_of
 from stretto.environments.role import limit_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
@@ -24,6 +24,7 @@ from stretto.plain import plain
 from stretto.scoring.conventions import as_number
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import Observation, Response, episode_of
+from stretto.workers.child import ProcessLostError
 
 REWARD = "reward"
 """Key of the reward in a result that is a dict."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, ProcessLostError, answer_of, close_all
+from stretto.environments.processes import Place, answer_of, close_all
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.plain import plain
@@ -31,6 +31,7 @@ from stretto.types import (
     fork_id,
     sampled_of,
 )
+from stretto.workers.child import ProcessLostError
 
 if TYPE_CHECKING:
     from stretto.environments.bridge import Bridge, Turn

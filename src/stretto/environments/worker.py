@@ -7,7 +7,6 @@ requests concurrently and answers in any order.
     in    {"sources": {name: {"file", "module", "root", "function"}}, "settings": {...},
            "judges": as "sources", of reward functions that take environments}             once
     out   {"ready": {"kind", "tools": schemas, "replay": text}}
-          {"refused": "ConfigError", "message": text, "code": text}                     and the end
     in    a request to :class:`stretto.environments.host.Host`                         repeatedly
     out   {"answer": its answer}
           {"alive": true}   for request 0, each second, unless user code blocks the event loop
@@ -20,7 +19,6 @@ the parent closes the pipe or dies, it cancels all calls and closes the open epi
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,9 +26,8 @@ from types import ModuleType
 from typing import Any
 
 from stretto.environments.host import CLOSE_S, Host
-from stretto.errors import StrettoError
 from stretto.outside import import_module, member_of
-from stretto.workers.channel import Channel, end_all
+from stretto.workers.channel import Channel, Request, end_all
 
 THREADS = 1024
 """Threads for ``asyncio.to_thread`` in user code. asyncio's default follows the number of cores,
@@ -46,7 +43,7 @@ def main() -> None:
 
 class _Worker:
     def __init__(self) -> None:
-        self._lines: asyncio.Queue[str] = asyncio.Queue()
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._asked: set[asyncio.Task[None]] = set()
         self._is_worn = False
         self._host: Host | None = None
@@ -54,30 +51,25 @@ class _Worker:
     async def work(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS))
-        take = self._lines.put_nowait
+        take = self._requests.put_nowait
         self._channel = Channel(
-            lambda line: loop.call_soon_threadsafe(take, line), lambda: self._leave(loop)
+            lambda request: loop.call_soon_threadsafe(take, request), lambda: self._leave(loop)
         )
-        opening = json.loads(await self._lines.get())
-        number = opening["request"]
-        body, modules = opening["body"], dict[str, ModuleType]()
-        try:
-            named = _named(body["sources"], modules)
-            judges = _named(body.get("judges", {}), modules, "reward.sources")
-            host = Host(named, body["settings"], self._wear, judges)
-        except StrettoError as error:
-            refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
-            self._channel.send(refusal, number)
-            return
+        request = await self._requests.get()
+        self._host = host = self._channel.open(request, self._make_host)
         host.use_main(loop)
-        self._host = host
-        self._channel.send({"ready": host.ready()}, number)
-        beating = asyncio.create_task(self._beat())
+        self._channel.send(request["request"], {"ready": host.ready()})
+        self._asked.add(asyncio.create_task(self._beat()))
         while True:
-            request = json.loads(await self._lines.get())
-            task = asyncio.create_task(self._answer(host, request))
-            self._asked |= {task, beating}
+            task = asyncio.create_task(self._answer(host, await self._requests.get()))
+            self._asked.add(task)
             task.add_done_callback(self._asked.discard)
+
+    def _make_host(self, opening: Mapping[str, Any]) -> Host:
+        modules: dict[str, ModuleType] = {}
+        named = _named(opening["sources"], modules)
+        judges = _named(opening.get("judges", {}), modules, "reward.sources")
+        return Host(named, opening["settings"], self._wear, judges)
 
     def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close all episodes, unless user code blocks the event loop. Runs in another thread."""
@@ -93,16 +85,16 @@ class _Worker:
     def _wear(self) -> None:
         self._is_worn = True
 
-    async def _answer(self, host: Host, request: Mapping[str, Any]) -> None:
+    async def _answer(self, host: Host, request: Request) -> None:
         answer = await host.answer(request["body"])
-        self._channel.send({"answer": answer}, request["request"])
+        self._channel.send(request["request"], {"answer": answer})
         if self._is_worn:
             end_all()
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            self._channel.send({"alive": True}, 0)
+            self._channel.send(0, {"alive": True})
 
 
 def _named(

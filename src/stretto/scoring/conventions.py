@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -111,6 +112,14 @@ class Convention:
             keys = {key: None for s in samples for key in s["data"] if key not in self.values}
             found |= {key: [s["data"].get(key) for s in samples] for key in keys}
         return found | {other: found[name] for other, name in self.aliases.items()}
+
+    def arguments_of_all(self, samples: Sequence[Sample], log: Log) -> dict[str, Any]:
+        """Return :meth:`arguments`, and TRL's that concern the complete batch."""
+        arguments: dict[str, Any] = self.arguments(samples)
+        if self.others_are_columns:
+            state = TrainerState(**samples[0]["state"])
+            arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
+        return arguments
 
 
 _VERL = {
@@ -257,22 +266,20 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
             ) from error
     signature = inspect.signature(function)
     convention, columns, required, environments = convention_of(signature, file, name)
-    call, loop = _caller(function, signature, convention.aliases), _Loop()
+    aliases, loop = convention.aliases, _Loop()
     if columns is None:  # with **kwargs, only the code shows its use
         code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
         environments |= ENVIRONMENTS in getattr(code, "co_consts", ())
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
     def each(sample: Sample) -> Any:
-        arguments = convention.arguments([sample]).items()
-        return call({key: v for key, (v,) in arguments if v is not None or key in needed})
+        cells = convention.arguments([sample]).items()
+        arguments = {key: v for key, (v,) in cells if v is not None or key in needed}
+        return bound(function, signature, arguments, aliases)()
 
     def whole(samples: Sequence[Sample], log: Log) -> Any:
-        arguments: dict[str, Any] = convention.arguments(samples)
-        if convention.others_are_columns:
-            state = TrainerState(**samples[0]["state"])
-            arguments |= {"trainer_state": state, "log_extra": log.add, "log_metric": log.metric}
-        result = call(arguments)
+        arguments = convention.arguments_of_all(samples, log)
+        result = bound(function, signature, arguments, aliases)()
         return log.scores(loop.run(_itself(result)) if inspect.isawaitable(result) else result)
 
     if convention.batched:
@@ -288,16 +295,16 @@ def _names(signature: inspect.Signature) -> tuple[set[str], bool]:
     return by_name, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _caller(
-    function: Callable[..., Any], signature: inspect.Signature, aliases: Collection[str]
-) -> Callable[[Mapping[str, Any]], Any]:
+def bound(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    arguments: Mapping[str, Any],
+    aliases: Collection[str] = (),
+) -> Callable[[], Any]:
+    """Bind those arguments that a function takes."""
     named, takes_any = _names(signature)
-
-    def call(arguments: Mapping[str, Any]) -> Any:
-        taken = (k for k in arguments if k in named or (takes_any and k not in aliases))
-        return function(**{key: arguments[key] for key in taken})
-
-    return call
+    taken = (k for k in arguments if k in named or (takes_any and k not in aliases))
+    return partial(function, **{key: arguments[key] for key in taken})
 
 
 class _Loop:

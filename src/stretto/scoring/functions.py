@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +27,16 @@ from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.scoring.worker import ready
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
-from stretto.workers.function import Answers, FunctionProcess
+from stretto.workers.child import (
+    START_LIMIT_S,
+    Child,
+    Deadline,
+    Inbox,
+    LateError,
+    Message,
+    MismatchError,
+    ProcessLostError,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -272,6 +283,115 @@ def _short(text: str, limit: int = 400) -> str:
     if len(text) > limit:
         text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
     return repr(text)
+
+
+class Answers(NamedTuple):
+    """The answer of a reward function to one request.
+
+    Attributes:
+        verdicts: of the samples, each with its index in the request as "at".
+        trouble: why some samples have none, if so.
+        late: whether the time limit was the reason.
+        outside: whether something other than the function ended or paused the process.
+    """
+
+    verdicts: Sequence[Mapping[str, Any]]
+    trouble: str | None = None
+    late: bool = False
+    outside: bool = False
+
+
+class FunctionProcess(Child):
+    """The process of a reward function, which scores one request at a time. Waits have deadlines.
+
+    A process killed, or paused until its deadline, has not answered for the function. It is
+    replaced once per request, and once if killed during its start.
+
+    Args:
+        opening: names the function. See :mod:`stretto.scoring.worker`.
+        limit_each: apply the time limit to each verdict rather than to a full request.
+    """
+
+    def __init__(self, opening: Mapping[str, Any], *, limit_each: bool = False) -> None:
+        super().__init__("stretto.scoring.worker", opening)
+        self._limit_each = limit_each
+        self._name = opening.get("function") or opening.get("url") or "of the task"
+
+    def start(self) -> dict[str, Any]:
+        """Start the process and return its description of the function. Raises if it cannot."""
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._open()
+            except ProcessLostError as error:
+                how = _while_starting(error)
+                if attempts == 2 or not error.outside:
+                    raise RewardError(
+                        f"the process of the reward function {dict(self._opening)} {how}; see what "
+                        "it wrote to standard error, or run: "
+                        f"{sys.executable} -c 'import stretto.scoring.worker'",
+                        code="function-not-started",
+                    ) from error
+                _log.warning("reward function %s: its process %s; trying again", self._name, how)
+
+    def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
+        """Score samples. If the process is lost, asks for all again: a function may compare."""
+        answers = self._ask(samples, timeout_s)
+        if answers.outside:
+            _log.warning("reward function %s: %s; asking once more", self._name, answers.trouble)
+            answers = self._ask(samples, timeout_s)
+        return answers
+
+    def _ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
+        verdicts: list[Message] = []
+        places = set(range(len(samples)))
+        inbox: Inbox = SimpleQueue()
+        try:
+            if self._process is None and self._loss is None:  # a loss counts for the next request
+                self.start()
+            deadline = Deadline(timeout_s)
+            self._send(samples, inbox.put)
+            while "done" not in (answer := self._next(inbox, deadline)):
+                at = answer.get("at")
+                if not isinstance(at, int) or at not in places:
+                    raise MismatchError(f"its verdict {answer} is for no sample without one")
+                places.remove(at)
+                verdicts.append(answer)
+                if self._limit_each:
+                    deadline = Deadline(timeout_s)
+            if answer["done"] is None and places:
+                raise MismatchError(f"it gave {len(verdicts)} verdicts for {len(samples)} samples")
+        except BaseException as error:  # the next request would wait for the rest of this one
+            self.close()
+            match error:
+                case LateError():
+                    how = f"{error} within {timeout_s:g} s and was stopped"
+                    return Answers(verdicts, how, late=not error.outside, outside=error.outside)
+                case MismatchError():  # so that no verdict is trusted
+                    return Answers([], f"its process was stopped as {error}")
+                case ProcessLostError():
+                    return Answers(verdicts, str(error), outside=error.outside)
+                case RewardError():  # it could not be started
+                    return Answers(verdicts, str(error))
+            raise
+        return Answers(verdicts, answer["done"])
+
+    def close(self) -> None:
+        self._end(ProcessLostError("it was closed"))
+
+
+def _while_starting(error: ProcessLostError) -> str:
+    match error:
+        case LateError(outside=False):
+            return f"took over {START_LIMIT_S:g} s to start"
+        case MismatchError():
+            return f"was stopped while it was starting, as {error}"
+        case LateError():
+            how = "was paused"
+        case _:
+            how = f"was killed (exit code {error.code})" if error.outside else "ended"
+    return f"{how} while it was starting"
 
 
 class LocalFunction:

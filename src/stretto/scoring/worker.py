@@ -7,15 +7,13 @@ to standard error. The process ends with its parent, whatever it is doing.
     in    {"task": settings, "seed": n}  or  {"url": of a server}  or                  once, first
           {"file": path, "module": name or "", "root": folder it is in, "function": name}
     out   {"ready": {"columns": names or null for all, "required": names, "environments": boolean}}
-          {"refused": "ConfigError" or "TaskError", "message": text, "code": text}     and the end
     in    [sample, ...]                                                                repeatedly
     out   {"at": index in the list, "value": number, "extra": values by name, if any}
           or  {"at": index, "error": text}
           {"done": null, or an error of the complete list}                             comes last
 
-An input line is ``{"request": number, "body": as above}``. An output line also has the answered
-``"request"``, and ``"pid"``, the sender's process id. Verdicts come in any order. If ``"value"`` is
-null, the function does not apply to the sample.
+These are bodies of requests, and answers (see :class:`stretto.workers.channel.Channel`). Verdicts
+come in any order. If ``"value"`` is null, the function does not apply to the sample.
 
 A task's sample is ``{"index", "fingerprint", "response"}``. A function's is ``{"prompt", "asked",
 "response", "tokens", "data", "state"}``, in which "asked" is the row's own text or messages. In an
@@ -25,9 +23,11 @@ episode it also has the "messages" after the prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
-from stretto.errors import RewardError, StrettoError
+from stretto.errors import RewardError
 from stretto.outside import callables, import_module, member_of, not_defined
 from stretto.scoring.conventions import (
     TIMED_OUT,
@@ -38,24 +38,22 @@ from stretto.scoring.conventions import (
     one_by_one,
     recognise,
 )
-from stretto.workers.channel import Channel
+from stretto.workers.channel import Channel, Request
 
 SETTING = "reward.sources"
 
 
 def main() -> None:
     """Open the reward function of the first line, then answer until the parent exits."""
-    channel = Channel()
-    try:
-        function = open_function(channel.next_request())
-    except StrettoError as error:
-        refusal = {"refused": type(error).__name__, "message": str(error), "code": error.code}
-        channel.send(refusal)
-        return
-    channel.send({"ready": ready(function)})
+    requests: SimpleQueue[Request] = SimpleQueue()
+    channel = Channel(requests.put)
+    request = requests.get()
+    function = channel.open(request, open_function)
+    channel.send(request["request"], {"ready": ready(function)})
     while True:
-        samples = channel.next_request()
-        channel.send({"done": function.run(samples, channel.send)})
+        request = requests.get()
+        send = partial(channel.send, request["request"])
+        send({"done": function.run(request["body"], send)})
 
 
 def ready(function: RewardFunction) -> dict[str, Any]:
