@@ -116,6 +116,7 @@ def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int
         "published weights": copies * 4 * 2 * 100,
     }
     assert generator.held["generator's weights"] == width * actor + 4 * 100
+    assert generator.held["fused adapters"] == width * 100
     assert reference.held["reference's weights"] == width * actor
     assert scorer.held["critic's weights"] == width * (actor + 8) + 4 * 100
     assert learner.work[SYNC]["buckets"] == 2 * 4 * 2 * 100

@@ -126,10 +126,8 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def named_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    config_ids, tokenizer_id = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
-    ids: list[Any] = (
-        [*config_ids, tokenizer_id] if isinstance(config_ids, list) else [config_ids, tokenizer_id]
-    )
+    ids: Any = getattr(config, "eos_token_id", None)
+    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
     return frozenset(int(i) for i in ids if i is not None)
 
 

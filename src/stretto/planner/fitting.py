@@ -392,6 +392,8 @@ class RunMemory:
                     reads=seat_reads,
                     share=share,
                 )
+                if generates and share is None and holds.adapters and self._fuses(place):
+                    holds.put("fused adapters", holds.width * holds.adapter_parameters)
                 if generates and share is None and (draft := shapes.get("draft")):
                     holds.put_inference(
                         "speculative model's weights",
@@ -401,6 +403,11 @@ class RunMemory:
                         rows=c.rollout.speculative_rows,
                         positions=c.longest,
                     )
+
+    def _fuses(self, place: ProcessPlacement) -> bool:
+        """Whether Stretto's engine there has copies of LoRA's adapters (models/lora.py)."""
+        model, on_one_gpu = self.config.model, place.device != "cpu" and len(place.devices) == 1
+        return on_one_gpu and not model.load_in_4bit and model.lora_kind != "dora"
 
     def _pass_tokens(self, device: str) -> int:
         """Return the most tokens of a pass: at least one response, at most a full update."""
