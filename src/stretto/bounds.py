@@ -26,11 +26,11 @@ def kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
     modules that are only imported for type checkers are left out.
     """
     types: dict[str, Any] = {}
-    for owner in reversed(getattr(function, "__mro__", [inspect.unwrap(function)])):
-        space = vars(inspect.getmodule(owner))
-        for name, kind in inspect.get_annotations(owner).items():
-            with suppress(NameError):
-                types[name] = eval(kind, space) if isinstance(kind, str) else kind
+    owner = inspect.unwrap(function)
+    space = vars(inspect.getmodule(owner))
+    for name, kind in inspect.get_annotations(owner).items():
+        with suppress(NameError):
+            types[name] = eval(kind, space) if isinstance(kind, str) else kind
     return types
 
 

@@ -51,9 +51,12 @@ class TomlFile:
 
 @dataclass
 class CommandLine(TomlFile):
-    """Words of the shell. ``options`` maps settings and parameters to options, once known."""
+    """Words of the shell. ``options`` maps settings and parameters to options, once known.
+    ``line`` is the full command line.
+    """
 
     options: Mapping[str, str] = field(default_factory=dict)
+    line: str = ""
 
     def setting(self, name: str, value: str) -> str:
         """Word a setting as the command's option, or as in files if it has none."""
@@ -141,9 +144,10 @@ def through(interface: TomlFile) -> Iterator[None]:
         _called.remove(interface)
 
 
-def offer(options: Mapping[str, str]) -> None:
-    if _called and isinstance(_called[0], CommandLine):
-        _called[0].options = options
+def command_line() -> CommandLine:
+    """Return the command line that this process was called by. It is empty in Python."""
+    first = next(iter(_called), None)
+    return first if isinstance(first, CommandLine) else CommandLine()
 
 
 def worded(text: str, interface: TomlFile | None = None) -> str:

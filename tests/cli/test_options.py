@@ -27,9 +27,10 @@ PYTHON = [getattr(stretto, name) for name in stretto.__all__]
 FUNCTIONS: list[Callable[..., Any]] = [
     *(function for function in PYTHON if inspect.isfunction(function)),
     *(generate.command_generate, generate.command_chat, serve.command_serve, train.command_align),
-    *(models.EvalOptions, models.command_label, models._command_label_responses, plan.Options),
-    *(compare.Options, compare.SimOptions, compare.command_report, compare.command_watch),
-    *(memory.command, pipeline.Options, PlanOptions),
+    *(models.EvalOptions, models.command_label, models._command_label_responses),
+    *(compare.command_compare, compare.command_compare_simulated),
+    *(compare.command_report, compare.command_watch, plan.command_plan),
+    *(memory.command_memory, pipeline.command_pipeline, PlanOptions),
 ]
 CHECKED_ELSEWHERE = {
     *("actor_stages", "critic_stages", "actor_tp", "critic_tp", "micro_batches", "tokens"),

@@ -87,12 +87,12 @@ def measure(
     **changes: Any,
 ) -> Measured:
     """Measure a model's sampled responses to a task's prompts, like ``stretto eval`` with the
-    options of the same names.
+    options of the same names. Several sources in ``win_rate_by`` give a win-rate each.
 
     Args:
         settings, model, samples, dataset, changes: as in :func:`evaluate`.
         win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
-            reward model or the run of one), 'file.py:function', or 'task'; or by several of them.
+            reward model or the run of one), 'file.py:function', or 'task'.
         sft: KL to this model (the initial policy, or its run), and its perplexity on the samples.
         judge: An LLM judge for a win-rate.
         reference_column: Column with the reference responses: text, or a conversation that ends

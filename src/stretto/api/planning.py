@@ -97,7 +97,6 @@ class PlanOptions:
         minutes: Longest search; 0: 0.75 up to 64 GPUs, 8 beyond.
     """
 
-    recipe: str = ""
     gpus: Annotated[Gpus, Field(le=2**14)] = 0
     gpu: Annotated[str, arg(help=f"Kind of GPU: {', '.join(GPUS)}.", metavar="NAME")] = "h100"
     hardware: Annotated[str, arg(metavar="FILE")] = ""

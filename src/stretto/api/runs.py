@@ -137,7 +137,8 @@ def compare(
         settings, changes: as in :func:`train`.
         variants: presets of the schedule, or schedule settings by name.
         seeds: seeds that each variant runs with.
-        target: reward to reach. Default: most of the first variant's gain.
+        target: Reward to reach, smoothed over 10 steps. Default: 95 % of the way from sync's first
+            reward to its last.
     """
     from stretto.assembly.models import Overrides
 

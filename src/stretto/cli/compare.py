@@ -7,7 +7,6 @@ variants of a seed in turn, so that drift of the machine affects all variants al
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from tyro.conf import arg
 
 from stretto.api.runs import (
@@ -25,17 +23,18 @@ from stretto.api.runs import (
     VARIANTS,
     Job,
     Trainings,
+    compare,
     config_of_job,
     report,
 )
 from stretto.api.settings import settled
 from stretto.checks import check_run
-from stretto.cli.parsing import arguments_of, takes
-from stretto.cli.settings import Recipe, leading_recipe, parse_with_config, value_of
-from stretto.config import recipes
+from stretto.cli.parsing import call, takes
+from stretto.cli.settings import Recipe, call_with_config, leading_recipe, value_of
+from stretto.config import Config, recipes
 from stretto.config.sections import NonNegativeInt, Number, Port
 from stretto.errors import ConfigError, nearest
-from stretto.interfaces import worded
+from stretto.interfaces import command_line, worded
 from stretto.machine import Machine
 from stretto.observe import make_progress
 from stretto.observe import report as reports
@@ -56,53 +55,39 @@ VARIANTS_HELP = (
 )
 
 
-@dataclass
-class Options:
+@takes(compare, "target")
+def command_compare(
+    config: Config,
+    recipe: Recipe,
+    /,
+    *,
+    variants: Annotated[str, arg(help=VARIANTS_HELP, metavar="NAME,...")] = DEFAULT_VARIANTS,
+    seeds: Annotated[str, arg(metavar="INT,...")] = DEFAULT_SEEDS,
+    target: Annotated[Number | None, arg(metavar="REWARD")] = None,
+) -> int:
     """Train with several schedules, on the same recipe, seeds and data order, and compare them in
     one table. Settings come from the recipe and from options after it, and apply to all runs. Each
     variant replaces the recipe's schedule.preset and its five knobs. The runs, with their trained
     models, and the table go into a new folder in --out. With --sim and no recipe: the same in
     virtual time ('stretto compare --sim CLUSTER.toml --help').
 
-    Attributes:
+    Args:
         seeds: Seeds, separated by commas.
-        target: Reward to reach, smoothed over 10 steps. Default: 95 % of the way from sync's first
-            reward to its last.
     """
-
-    recipe: Recipe = tyro.MISSING
-    variants: Annotated[str, arg(help=VARIANTS_HELP, metavar="NAME,...")] = DEFAULT_VARIANTS
-    seeds: Annotated[str, arg(metavar="INT,...")] = DEFAULT_SEEDS
-    target: Annotated[Number | None, arg(metavar="REWARD")] = None
-
-
-def run_compare(arguments: Sequence[str]) -> int:
-    """Compare, print the table and write it. Returns status 1 if a run failed."""
-    if value_of("--sim", arguments) is not None:
-        if recipe := leading_recipe(arguments):
-            raise ConfigError(
-                f"--sim describes what is compared, and so does the recipe '{recipe}'; leave one "
-                "of them out"
-            )
-        return _run_simulated(arguments)
-    kept = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
-    offered = [name for name in recipes.setting_names() if name not in kept]
-    config, options = parse_with_config(Options, "compare", arguments, offered)
-    own = Options(**options)
     with working(on_stderr, CHECKING):
         check_run(config)
-    jobs = plan(own.variants, own.seeds)
+    jobs = plan(variants, seeds)
     for job in jobs:  # report faults of any job before the first one starts
         config_of_job(config, job, "")
 
     with working(on_stderr, LOADING):
         config = settled(config, print)  # once, because runs that decide separately may differ
-    folder = new_folder(config.out, f"{recipes.name_of(own.recipe)}-compare")
+    folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
         trainings = Trainings(config, jobs, folder)
         collected = collect(jobs, trainings.run, config.steps)
-        publish(collected, own.target, folder, arguments, str(Machine.here()))
+        publish(collected, target, folder, str(Machine.here()))
         first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed]
         if shown := first[: reports.MAX_RUNS]:
             page = report(shown, folder / "report.html")
@@ -110,12 +95,20 @@ def run_compare(arguments: Sequence[str]) -> int:
         return exit_status(collected)
 
 
-@takes(Options, "variants", "target")
-@dataclass(frozen=True, slots=True)
-class SimOptions:
+@takes(command_compare, "variants", "target")
+def command_compare_simulated(
+    *,
+    sim: str,
+    placement: Annotated[str, arg(metavar="RECIPE")] = "",
+    variants: str,
+    seeds: Annotated[str, arg(metavar="INT,...")] = "",
+    steps: NonNegativeInt = 0,
+    target: float | None,
+    out: str = "runs",
+) -> int:
     """Compare schedules in virtual time. This loads no model and needs no accelerator.
 
-    Attributes:
+    Args:
         sim: A cluster's description (a .toml file), or the folder of a run, whose costs, response
             lengths and placement are used.
         placement: With a run's folder: a recipe or a .toml file whose runtime, [cluster] and
@@ -125,24 +118,11 @@ class SimOptions:
         steps: Batches to train on. 0 uses the description's number.
         out: Folder in which the comparison gets its own folder.
     """
-
-    sim: str
-    placement: Annotated[str, arg(metavar="RECIPE")] = ""
-    variants: str = ""
-    seeds: Annotated[str, arg(metavar="INT,...")] = ""
-    steps: NonNegativeInt = 0
-    target: float | None = None
-    out: str = "runs"
-
-
-def _run_simulated(arguments: Sequence[str]) -> int:
     from stretto.api import simulated
 
-    options = SimOptions(**arguments_of(SimOptions, "compare", arguments))
-    sim, placement = options.sim, options.placement
     replayed = Path(sim).is_dir()
-    if replayed and options.seeds:
-        problem = f"--seeds {options.seeds}: lengths of '{sim}' depend on no seed; leave it out"
+    if replayed and seeds:
+        problem = f"--seeds {seeds}: lengths of '{sim}' depend on no seed; leave it out"
         raise ConfigError(problem, "seeds-of-replay")
     if placement and not replayed:
         problem = f"--placement {placement}: leave it out, or give a run's folder as --sim"
@@ -150,22 +130,36 @@ def _run_simulated(arguments: Sequence[str]) -> int:
     where = f"virtual time, with costs and lengths of {sim}"
     if replayed:
         simulation = simulated.recorded(sim, placement)
-        jobs = plan(options.variants, str(simulation.seed))
+        seeds = str(simulation.seed)
         where += "; rewards are those of the run's responses, whatever trains on them"
     else:
         simulation = simulated.described(sim)
-        jobs = plan(options.variants, options.seeds or DEFAULT_SEEDS)
+    jobs = plan(variants, seeds or DEFAULT_SEEDS)
     # Report faults of any job before the first one starts.
-    clusters = {job: simulation.asked(job, options.steps) for job in jobs}
+    clusters = {job: simulation.asked(job, steps) for job in jobs}
     collected = collect(
         jobs,
         lambda job, advance: simulation.run(job, clusters[job], advance),
         clusters[jobs[0]].workload.steps,
         simulated=True,
     )
-    folder = new_folder(options.out, f"{recipes.name_of(sim)}-compare")
-    publish(collected, options.target, folder, arguments, where)
+    folder = new_folder(out, f"{recipes.name_of(sim)}-compare")
+    publish(collected, target, folder, where)
     return exit_status(collected)
+
+
+def run_compare(arguments: Sequence[str]) -> int:
+    """Compare trainings, or with ``--sim`` simulations. Returns status 1 if a run failed."""
+    if value_of("--sim", arguments) is None:
+        kept = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
+        offered = [name for name in recipes.setting_names() if name not in kept]
+        return call_with_config(command_compare, "compare", arguments, offered)
+    if recipe := leading_recipe(arguments):
+        raise ConfigError(
+            f"--sim describes what is compared, and so does the recipe '{recipe}'; leave one of "
+            "them out"
+        )
+    return call(command_compare_simulated, "compare", arguments)
 
 
 def plan(variants: str, seeds: str) -> list[Job]:
@@ -245,9 +239,7 @@ def new_folder(out: str, name: str) -> Path:
         ) from error
 
 
-def publish(
-    collected: Collected, target: float | None, folder: Path, arguments: Sequence[str], where: str
-) -> None:
+def publish(collected: Collected, target: float | None, folder: Path, where: str) -> None:
     """Print the table, and write it with its data and notes."""
     if not collected.outcomes:
         print("no run has finished, so there is nothing to compare")
@@ -262,7 +254,7 @@ def publish(
     notes.append(f"Ran on: {where}.")
     text = "\n".join([comparison.table(), "", *(f"- {note}" for note in notes)])
     print(f"\n{text}\n")
-    command = shlex.join(["stretto", "compare", *arguments])
+    command = command_line().line
     data = {"command": command, "ran_on": where, "failed": missing, **comparison.data()}
     page = f"# {folder.name}\n\n```\n{command}\n```\n\n{text}\n"
     (folder / "compare.md").write_text(page, encoding="utf-8")

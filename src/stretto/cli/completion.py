@@ -75,7 +75,7 @@ complete -c stretto -f -a '(__stretto)'
 """
 
 
-def command(
+def command_completion(
     shell: Annotated[
         tyro.conf.Positional[Literal["bash", "zsh", "fish"]], tyro.conf.arg(metavar="SHELL")
     ],

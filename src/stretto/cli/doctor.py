@@ -56,7 +56,7 @@ def _found(good: bool, topic: str, text: str, note: str) -> Finding:
     return Finding("ok", topic, text) if good else Finding("note", topic, note)
 
 
-def command(*, gpu: bool = False) -> int:
+def command_doctor(*, gpu: bool = False) -> int:
     """Report this machine's hardware and packages, and what would not work and why.
 
     Exit status 1 if something required is broken.

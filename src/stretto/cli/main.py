@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -53,10 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` by default) and return the exit status."""
     keep_freed_memory()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    line = CommandLine(line=shlex.join(["stretto", *arguments]))
     if descriptor := os.environ.pop(signals.PARENT, ""):
         signals.end_with(int(descriptor))
     try:
-        with signals.ending_in_order(), through(CommandLine()):
+        with signals.ending_in_order(), through(line):
             status = dispatch(arguments)
         sys.stdout.flush()
     except StrettoError as error:
@@ -99,10 +101,8 @@ def dispatch(arguments: list[str]) -> int:
         print(f"stretto: unknown command '{name}'. {advice}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"stretto.cli.{MODULES.get(name, name)}")
-    known = (f"run_{name}", f"command_{name}", "run", "command")
-    command = next(filter(None, (getattr(module, function, None) for function in known)))
-    if command.__name__.startswith("run"):  # it offers a run's settings
-        return int(command(rest))
+    if run := getattr(module, f"run_{name}", None):  # it offers a run's settings
+        return int(run(rest))
     from stretto.cli.parsing import call
 
-    return call(command, name, rest)
+    return call(getattr(module, f"command_{name}"), name, rest)

@@ -19,7 +19,7 @@ from stretto.planner.on_gpus import GpuOptions, memory_table
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def command(
+def command_memory(
     model: Annotated[str, arg(metavar="MODEL_OR_PARAMETERS")],
     /,
     lora_rank: NonNegativeInt = 0,

@@ -48,7 +48,7 @@ SAMPLED = ("win_rate_by", "sft", "judge")
 
 
 @takes(evaluate, "model")
-@takes(measure, "reference_column", "sft")
+@takes(measure, "win_rate_by", "reference_column", "sft")
 @takes(benchmark, lm_eval_limit="limit")
 @dataclass
 class EvalOptions:
@@ -64,8 +64,6 @@ class EvalOptions:
         samples: Rows to answer. Default: 200.
         out: Write the metrics and settings to this JSON file.
         temperature: Temperature of sampled responses. Default: the recipe's. pass@1 is greedy.
-        win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
-            reward model or the run of one), 'file.py:function', or 'task'.
         judge: Win-rate against reference responses by this LLM, which sees each pair in both
             orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.
         judge_url: OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1.

@@ -34,7 +34,8 @@ class Option(NamedTuple):
 
 
 def takes(function: Callable[..., Any], *names: str, **renamed: str) -> Callable[[F], F]:
-    """Add parameters of another function to a command, which gets them as keywords.
+    """Add parameters of another function, by default all, to a command, which gets them as
+    keywords. If the command declares one with a default of its own, only the help is taken.
 
     Args:
         names: parameters that keep their names.
@@ -43,7 +44,8 @@ def takes(function: Callable[..., Any], *names: str, **renamed: str) -> Callable
 
     def marked(command: F) -> F:
         theirs = options_of(function)
-        named = {**dict(zip(names, names, strict=True)), **renamed}
+        same = names or (() if renamed else theirs)
+        named = {n: n for n in same} | renamed
         _taken.setdefault(command, {}).update({n: theirs[p] for n, p in named.items()})
         return command
 
@@ -56,17 +58,20 @@ _taken: dict[Callable[..., Any], dict[str, Option]] = {}
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
     """Return a function's parameters and those that it :func:`takes`, without the settings."""
-    owners = reversed(getattr(function, "__mro__", [function]))
-    docs = [docstring_parser.parse(owner.__doc__ or "") for owner in owners]
-    texts = {n: p.description for d in docs for p in d.params for n in p.arg_name.split(", ")}
-    kinds, options = bounds.kinds(function), {}
+    params = docstring_parser.parse(function.__doc__ or "").params
+    texts = {n: p.description for p in params for n in p.arg_name.split(", ")}
+    kinds, taken, options = bounds.kinds(function), _taken.get(function, {}), dict[str, Option]()
     for name, each in inspect.signature(function).parameters.items():
-        if each.kind is not each.VAR_KEYWORD and name != "config":
-            default = tyro.MISSING if each.default is each.empty else each.default
-            text = " ".join((texts.get(name) or "").split())
-            kind, positional = kinds.get(name, str), each.kind is each.POSITIONAL_ONLY
-            options[name] = Option(kind, default, text, positional)
-    return options | _taken.get(function, {})
+        if each.kind is each.VAR_KEYWORD or name == "config":
+            continue
+        options[name] = Option(
+            kinds.get(name, str),
+            tyro.MISSING if each.default is each.empty else each.default,
+            taken[name].help if name in taken else " ".join((texts.get(name) or "").split()),
+            each.kind is each.POSITIONAL_ONLY,
+        )
+    declared = {name for name, option in options.items() if option.default is not tyro.MISSING}
+    return options | {n: option for n, option in taken.items() if n not in declared}
 
 
 def form(function: Callable[..., Any]) -> type[Any]:
@@ -125,22 +130,13 @@ def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
     return bounds.checked(kinds, values)
 
 
-def arguments_of(
-    function: Callable[..., Any], command: str, arguments: Sequence[str]
-) -> dict[str, Any]:
-    shown = {name: interfaces.option(name) for name in options_of(function)}
-    interfaces.offer(shown | {name: name.upper() for name in _positional(function)})
-    return values_of(function, read(form(function), command, arguments))
-
-
 def call(function: Callable[..., int | None], command: str, arguments: Sequence[str]) -> int:
-    values = arguments_of(function, command, arguments)
-    positional = [values.pop(name) for name in _positional(function)]
-    return function(*positional, **values) or 0
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    return [name for name, option in options_of(function).items() if option.positional]
+    options = options_of(function)
+    positional = [name for name, option in options.items() if option.positional]
+    shown = {name: interfaces.option(name) for name in options}
+    interfaces.command_line().options = shown | {n: n.upper() for n in positional}
+    values = values_of(function, read(form(function), command, arguments))
+    return function(*(values.pop(name) for name in positional), **values) or 0
 
 
 def table_of(pairs: Sequence[str], key: str) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from stretto.cli.parsing import arguments_of
+from stretto.cli.parsing import takes
 from stretto.config.sections import Positive, Seconds, Seed, Workers
 from stretto.errors import ConfigError
 from stretto.interfaces import option
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
     from stretto.pipelines.solve import Solution
 
 _NEEDED_SIZES = ("actor", "critic", "actor_stages", "critic_stages", "micro_batches")
-_SIZES = (*_NEEDED_SIZES, "actor_tp", "critic_tp", "tokens", "teraflops", "communication_us")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Plan one pipeline schedule for actor and critic, which run in opposite directions.
-
-    The problem is a JSON file, or derived from the sizes of two models and their parallelism.
+class Sizes:
+    """Sizes of the two models of a problem, and their parallelism.
 
     Attributes:
-        problem: A problem as JSON (docs/pipelines.md shows one), or a file of --schedule for its
-            problem. Without it, give sizes.
         actor: The actor's size: 7B, 13B, 33B or 65B (LLaMA), or layers and width, such as 40x5120.
         critic: The critic's size.
         actor_stages: Pipeline stages of the actor.
@@ -47,15 +42,8 @@ class Options:
         tokens: Tokens in a micro-batch.
         teraflops: Teraflops that a device achieves.
         communication_us: Microseconds from one stage to the next.
-        capacity: Hard limit of each device's activation memory, in GiB, or in a file's own unit.
-        seconds: Longest search, in seconds.
-        seed: Seed of the search's random numbers.
-        threads: Searches at the same time.
-        schedule: File for the schedule as JSON, with its problem.
-        draw: File for a picture: timeline and memory, as .svg, .png or .html.
     """
 
-    problem: Annotated[Positional[str], arg(metavar="[FILE]")] = ""
     actor: str = ""
     critic: str = ""
     actor_stages: int = 0
@@ -66,32 +54,45 @@ class Options:
     tokens: int = 2048
     teraflops: Annotated[float, Field(le=10**9)] = 200.0
     communication_us: int = 0
-    capacity: Positive | None = None
-    seconds: Seconds = 60.0
-    seed: Seed = 0
-    threads: Workers = 1
-    schedule: str = ""
-    draw: str = ""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Solve, print the schedule's quality, and write files. Returns 130 if interrupted."""
-    options = Options(**arguments_of(Options, "pipeline", arguments))
-    _check_files(options)
-    problem, units = _problem(options)
-    with working(on_stderr, f"compiling, then searching for {options.seconds:g} s at most"):
+@takes(Sizes)
+def command_pipeline(
+    problem: Annotated[str, arg(metavar="[FILE]")] = "",
+    /,
+    *,
+    capacity: Positive | None = None,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
+    threads: Workers = 1,
+    schedule: str = "",
+    draw: str = "",
+    **sizes: Any,
+) -> int:
+    """Plan one pipeline schedule for actor and critic, which run in opposite directions.
+
+    The problem is a JSON file, or derived from the sizes of two models and their parallelism.
+
+    Args:
+        problem: A problem as JSON (docs/pipelines.md shows one), or a file of --schedule for its
+            problem. Without it, give sizes.
+        capacity: Hard limit of each device's activation memory, in GiB, or in a file's own unit.
+        seconds: Longest search, in seconds.
+        seed: Seed of the search's random numbers.
+        threads: Searches at the same time.
+        schedule: File for the schedule as JSON, with its problem.
+        draw: File for a picture: timeline and memory, as .svg, .png or .html.
+    """
+    _check_files(schedule, draw)
+    posed, units = _problem(problem, Sizes(**sizes), capacity)
+    with working(on_stderr, f"compiling, then searching for {seconds:g} s at most"):
         from stretto.pipelines.solve import solve
 
-        solution = solve(
-            problem,
-            seconds=options.seconds,
-            seed=options.seed,
-            threads=options.threads,
-            keep_interrupted=True,
-        )
-    lines = _lines(problem, solution, units)
+        options: Any = {"seconds": seconds, "seed": seed, "threads": threads}
+        solution = solve(posed, **options, keep_interrupted=True)
+    lines = _lines(posed, solution, units)
     print("\n".join(lines))
-    _write(problem, solution, units, lines, options)
+    _write(posed, solution, units, lines, schedule, draw)
     return 130 if solution.interrupted else 0
 
 
@@ -99,8 +100,8 @@ def _flags(names: Iterable[str]) -> str:
     return ", ".join(map(option, names))
 
 
-def _check_files(options: Options) -> None:
-    for name in (options.schedule, options.draw):
+def _check_files(schedule: str, draw: str) -> None:
+    for name in (schedule, draw):
         file, folder = Path(name), Path(name).parent
         if name and not folder.is_dir():
             raise _unwritable(name, f"there is no directory '{folder}'")
@@ -108,41 +109,38 @@ def _check_files(options: Options) -> None:
             raise _unwritable(name, "it is a directory")
         if name and not os.access(file if file.exists() else folder, os.W_OK):
             raise _unwritable(name, "permission denied")
-    if options.draw and Path(options.draw).suffix not in (".svg", ".png", ".html"):
-        raise ConfigError(f"--draw {options.draw}: must end in .svg, .png or .html")
-    if options.draw.endswith(".png"):
+    if draw and Path(draw).suffix not in (".svg", ".png", ".html"):
+        raise ConfigError(f"--draw {draw}: must end in .svg, .png or .html")
+    if draw.endswith(".png"):
         from stretto.pipelines.draw import require_png
 
         require_png()
 
 
-def _problem(options: Options) -> tuple[Problem, Units]:
+def _problem(file: str, sizes: Sizes, capacity: float | None) -> tuple[Problem, Units]:
     from stretto.pipelines.problem import Problem
     from stretto.pipelines.sizes import UNITS, Parallel, Units, make_problem
 
-    if options.problem:
-        defaults = {field.name: field.default for field in fields(Options)}
-        given = [name for name in _SIZES if getattr(options, name) != defaults[name]]
+    if file:
+        given = [f.name for f in fields(Sizes) if getattr(sizes, f.name) != f.default]
         if given:
             raise ConfigError(f"a file says all of the problem: leave out {_flags(given)}")
-        problem = Problem.read(options.problem)
-        if options.capacity is not None:
-            problem = replace(problem, capacity=options.capacity)
-        return problem, Units()
-    missing = [name for name in _NEEDED_SIZES if not getattr(options, name)]
+        problem = Problem.read(file)
+        return problem if capacity is None else replace(problem, capacity=capacity), Units()
+    missing = [name for name in _NEEDED_SIZES if not getattr(sizes, name)]
     if missing:
         raise ConfigError(
             f"a problem needs a file or sizes; of these {_flags(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     problem = make_problem(
-        Parallel.of(options.actor, options.actor_stages, options.actor_tp),
-        Parallel.of(options.critic, options.critic_stages, options.critic_tp),
-        micro_batches=options.micro_batches,
-        tokens=options.tokens,
-        teraflops=options.teraflops,
-        communication_us=options.communication_us,
-        capacity_gib=options.capacity,
+        Parallel.of(sizes.actor, sizes.actor_stages, sizes.actor_tp),
+        Parallel.of(sizes.critic, sizes.critic_stages, sizes.critic_tp),
+        micro_batches=sizes.micro_batches,
+        tokens=sizes.tokens,
+        teraflops=sizes.teraflops,
+        communication_us=sizes.communication_us,
+        capacity_gib=capacity,
     )
     return problem, UNITS
 
@@ -172,12 +170,17 @@ def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
 
 
 def _write(
-    problem: Problem, solution: Solution, units: Units, lines: list[str], options: Options
+    problem: Problem,
+    solution: Solution,
+    units: Units,
+    lines: list[str],
+    schedule: str,
+    draw: str,
 ) -> None:
     errors = []
     writers: dict[str, Callable[[Path], None]] = {
-        options.schedule: lambda file: _write_schedule(problem, solution, file),
-        options.draw: lambda file: _draw(problem, solution, units, lines, file),
+        schedule: lambda file: _write_schedule(problem, solution, file),
+        draw: lambda file: _draw(problem, solution, units, lines, file),
     }
     for name, write in writers.items():
         try:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import tyro
 
 from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, PlanOptions
-from stretto.cli.parsing import File
-from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
-from stretto.config import changes, recipes
+from stretto.cli.parsing import File, takes
+from stretto.cli.settings import Recipe, call_with_config
+from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
-from stretto.interfaces import worded
+from stretto.interfaces import command_line, worded
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.layout import Mesh
@@ -34,41 +30,36 @@ _SHARING = {
 }
 
 
-@dataclass
-class Options(PlanOptions):
+@takes(PlanOptions)
+def command_plan(
+    config: Config, recipe: Recipe, /, *, calibrate: File = "", write: File = "", **asked: Any
+) -> None:
     """Search for the layout of a run's roles on GPUs, and for the schedule, with the highest
     throughput of responses. Plans are run in virtual time, without a GPU. Settings come from the
     recipe and from options after it: stretto plan my.toml --gpus 16 --gpu h100
 
-    Attributes:
+    Args:
         calibrate: Measure this machine's performance to this file instead of planning.
         write: Write the best plan's settings, for 'stretto train --overrides'.
     """
-
-    recipe: Recipe = tyro.MISSING
-    calibrate: File = ""
-    write: File = ""
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Print the best plans and write the first one that ``stretto train`` can run, or calibrate."""
-    recipe = leading_recipe(arguments)
-    config, options = parse_with_config(Options, "plan", arguments, _offered())
-    own = Options(**options)
-    if own.calibrate:
-        command, say = shlex.join(["stretto", "plan", *arguments]), Saying(make_progress("auto"))
-        calibrating.calibrate(config, own.calibrate, command=command, say=say)
-        print(f"wrote {own.calibrate}: stretto plan {recipe} --gpus N --hardware {own.calibrate}")
-        return 0
-    if own.write:
-        planning.check_writable(own.write)
-        planning.check_trainable(config, own)
-    plan = planning.plan(config, own, say=on_stderr)
-    print(worded("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe)))))
-    if own.write:
+    if calibrate:
+        say = Saying(make_progress("auto"))
+        calibrating.calibrate(config, calibrate, command=command_line().line, say=say)
+        print(f"wrote {calibrate}: stretto plan {recipe} --gpus N --hardware {calibrate}")
+        return
+    options = PlanOptions(**asked)
+    if write:
+        planning.check_writable(write)
+        planning.check_trainable(config, options)
+    plan = planning.plan(config, options, say=on_stderr)
+    print(worded("\n".join(_lines(plan, options.gpus, recipes.name_of(recipe)))))
+    if write:
         start = recipes.load(recipe, checked=False)
-        _write(plan, own.write, recipe, changes.difference(start, config))
-    return 0
+        _write(plan, write, recipe, changes.difference(start, config))
+
+
+def run_plan(arguments: Sequence[str]) -> int:
+    return call_with_config(command_plan, "plan", arguments, _offered())
 
 
 def _write(plan: Plan, file: str, recipe: str, also: Mapping[str, Any]) -> None:

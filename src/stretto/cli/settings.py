@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tomli_w
 from pydantic import BaseModel
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 from stretto import interfaces
 from stretto.api.settings import changed
@@ -37,7 +37,7 @@ COMMON = (
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
-Recipe = Annotated[Positional[str], arg(help=RECIPE_HELP, metavar="RECIPE")]
+Recipe = Annotated[str, arg(help=RECIPE_HELP, metavar="RECIPE")]
 DryRun = Annotated[
     bool,
     arg(
@@ -72,7 +72,8 @@ def parse_with_config(
     own_names, kind = [*options_of(function)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
-    interfaces.offer({name: interfaces.option(name) for name in (*offered, *own_names[1:])})
+    named_options = (*offered, *own_names[1:])
+    interfaces.command_line().options = {n: interfaces.option(n) for n in named_options}
     shown, more = _asked_for_help(arguments, offered)
     if shown is not None:
         arguments, offered = ["--help"], shown
