@@ -144,6 +144,10 @@ def through(interface: TomlFile) -> Iterator[None]:
         _called.remove(interface)
 
 
+def offer(options: Mapping[str, str]) -> None:
+    command_line().options = options
+
+
 def command_line() -> CommandLine:
     """Return the command line that this process was called by. It is empty in Python."""
     first = next(iter(_called), None)

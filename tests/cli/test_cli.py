@@ -718,7 +718,7 @@ def test_contracts_are_kept_on_a_cpu_and_broken_ones_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = list(contracts.checked(torch.device("cpu")))
-    assert [name for name, kept, _ in found if kept] == [c.name for c in contracts.CONTRACTS]
+    assert [name for name, kept, _ in found if kept] == [*contracts.CONTRACTS]
     monkeypatch.setattr(contracts, "EXACT", -1.0)  # no difference is as small
     broken = {name: text for name, kept, text in contracts.checked(torch.device("cpu")) if not kept}
     assert set(broken) == {"learner", "new weights", "streaming"}

@@ -36,8 +36,8 @@ SMALL = {**contracts.SMALL, "tie_word_embeddings": True}
 
 
 def check_contracts(folder: Path) -> None:
-    for contract in contracts.CONTRACTS:
-        print(contract.name, contract.check(GPU))
+    for name, check in contracts.CONTRACTS.items():
+        print(name, check(GPU))
 
 
 def check_ppo(folder: Path, preset: str, **sections: Any) -> None:

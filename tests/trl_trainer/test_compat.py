@@ -230,7 +230,7 @@ def test_no_refusal_names_a_thing_that_a_setting_has() -> None:
     assert set(schedules) <= set(arguments.CHOICES["lr_scheduler_type"])
     for tracker in TRACKERS:
         args = GRPOConfig(report_to=tracker)
-        assert arguments.notes(args, arguments.derive_sizes(args, 8))[1:] == []
+        assert arguments.notes(args, arguments.fill_in_sizes(args, 8))[1:] == []
     for name in ("scale_rewards", "importance_sampling_level", "multi_objective_aggregation"):
         field = AlgorithmConfig.model_fields.get(name)
         values: Any = get_args(field.annotation) if field else ()

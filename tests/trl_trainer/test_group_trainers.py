@@ -91,7 +91,7 @@ def understood(kind: type[TrlConfig], settings: Mapping[str, Any], rows: int = 1
     """What arguments come to, on prompts of up to 9 tokens."""
     args = kind(**{**BASE[kind], **settings})
     arguments.check(args)
-    data = arguments.settings(args, arguments.derive_sizes(args, rows), 9, "float32")
+    data = arguments.settings(args, arguments.fill_in_sizes(args, rows), 9, "float32")
     return recipes.build(data, "test")
 
 

@@ -113,7 +113,7 @@ def understood(settings: Mapping[str, Any]) -> Config:
     """What arguments come to, on 10 prompts of up to 9 tokens."""
     args = PPOConfig(**{**BASE, **settings})
     arguments.check(args)
-    data = arguments.settings(args, arguments.derive_sizes(args, len(WORDS)), 9, "float32")
+    data = arguments.settings(args, arguments.fill_in_sizes(args, len(WORDS)), 9, "float32")
     return recipes.build(data, "test")
 
 
@@ -439,7 +439,7 @@ def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) ->
     options: dict[str, Any] = {**BASE, "use_vllm": True, "vllm_server_port": 9000}
     served = PPOConfig(**options)
     served.report_to = ["comet_ml", "tensorboard"]
-    assert arguments.notes(served, arguments.derive_sizes(served, 10))[1:] == [
+    assert arguments.notes(served, arguments.fill_in_sizes(served, 10))[1:] == [
         "without effect: vllm_server_port (vLLM is started with the run, in a process of its own)",
         "without effect: report_to = 'comet_ml' (metrics go to metrics.jsonl in the run's folder, "
         "and to tensorboard, wandb, mlflow, trackio, swanlab)",

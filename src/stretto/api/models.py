@@ -62,7 +62,7 @@ def evaluate(
         settings: As in :func:`train`. They name the task.
         model: Model to evaluate: a known name, a local folder, a hub name, or a run's folder.
             Default: the run's trained model, or the recipe's model before training.
-        samples: Limit of prompts.
+        samples: Rows to answer. Default: 200.
         dataset: A file or a hub dataset that replaces the one in the settings.
         changes: as in :func:`train`.
     """

@@ -107,9 +107,11 @@ def report(
 ) -> Path:
     """Write an HTML page of runs and return its file, like ``stretto report``.
 
-    The first run is compared with the rest. If they are few enough to be distinguished on the page,
-    runs are also predicted from their own records. ``step`` selects the timeline, by default one
-    from the middle.
+    The first run is compared with the rest. Up to six runs are also predicted from their own
+    records.
+
+    Args:
+        step: Step whose timeline is shown. Default: one from the middle.
     """
     from stretto.planner.replay import predicted
 

@@ -137,12 +137,11 @@ def command_compare_simulated(
     jobs = plan(variants, seeds or DEFAULT_SEEDS)
     # Report faults of any job before the first one starts.
     clusters = {job: simulation.asked(job, steps) for job in jobs}
-    collected = collect(
-        jobs,
-        lambda job, advance: simulation.run(job, clusters[job], advance),
-        clusters[jobs[0]].workload.steps,
-        simulated=True,
-    )
+
+    def run(job: Job, advance: Advance) -> VariantResult:
+        return simulation.run(job, clusters[job], advance)
+
+    collected = collect(jobs, run, clusters[jobs[0]].workload.steps, simulated=True)
     folder = new_folder(out, f"{recipes.name_of(sim)}-compare")
     publish(collected, target, folder, where)
     return exit_status(collected)
@@ -268,11 +267,13 @@ def exit_status(collected: Collected) -> int:
     return 1 if collected.failed else 0
 
 
+@takes(report, "step")
 def command_report(
     runs: Annotated[tuple[str, ...], arg(metavar="RUN...")],
     /,
     out: str = "",
-    step: NonNegativeInt = 0,
+    *,
+    step: int,
     timeline: str = "",
 ) -> None:
     """Make one HTML page of one run or several: curves, timelines, utilisation, samples, settings,
@@ -285,7 +286,6 @@ def command_report(
     Args:
         runs: Run directories. The others are compared with the first.
         out: File for the page. Default: report.html, unless only --timeline is given.
-        step: Step whose timeline is shown. Default: one from the middle.
         timeline: File for an SVG picture of the step, with all runs on one time axis.
     """
     with working(on_stderr, "reading the runs"):

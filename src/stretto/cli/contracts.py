@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -45,14 +45,6 @@ _SMALL: Mapping[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,  # makes the tokens of a response depend on each other
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """A contract. ``check`` returns its result on a device, or raises EngineError."""
-
-    name: str
-    check: Callable[[torch.device], str]
 
 
 def random_model(
@@ -140,19 +132,21 @@ def _moves(device: torch.device) -> str:
         one, two = _engine(model), _engine(model)
         moved = random_rollouts(8, _SMALL["vocab_size"], 40)
         one.admit([r.response() for r in moved])
-        by_id = {r.id: r for r in moved}
-        for chunk in one.decode(4).chunks:
-            by_id[chunk.rollout_id].append(chunk)
+        _take(one, moved, 4)
         going = [r for r in moved if not r.finish]
         two.accept([r.response() for r in going], one.export([r.id for r in going], with_cache))
-        while not all(r.finish for r in going):
-            for chunk in two.decode(5).chunks:
-                by_id[chunk.rollout_id].append(chunk)
         while not all(r.finish for r in moved):
-            for chunk in one.decode(5).chunks:
-                by_id[chunk.rollout_id].append(chunk)
+            _take(two, moved, 5)
         _same_tokens(moved, whole, "moved " + ("with" if with_cache else "without") + " its cache")
     return "with its keys and values, and without, a rollout goes on as if it had stayed"
+
+
+def _take(engine: TorchEngine, rollouts: Sequence[Rollout], tokens: int) -> Sequence[Chunk]:
+    """Decode rollouts whose ids are their places. Return their chunks."""
+    chunks = engine.decode(tokens).chunks
+    for chunk in chunks:
+        rollouts[chunk.rollout_id].append(chunk)
+    return chunks
 
 
 def _turns(device: torch.device) -> str:
@@ -173,9 +167,8 @@ def _episodes(model: nn.Module, how: Hold) -> list[Rollout]:
         r.sampling = Sampling(24, max_turn_tokens=12)
     engine.admit([r.response() for r in made])
     for _ in range(24):
-        for chunk in engine.decode(5).chunks:
+        for chunk in _take(engine, made, 5):
             r = made[chunk.rollout_id]
-            r.append(chunk)
             if chunk.finish is not FinishReason.TURN:
                 continue
             engine.hold([r.id], how)
@@ -269,22 +262,23 @@ def _chunk(r: Rollout, start: int, stop: int) -> Chunk:
     return Chunk(r.id, start, tokens, logprobs, 0, r.finish if stop >= len(r) else None)
 
 
-CONTRACTS = (
-    Contract("chunks", _chunks),
-    Contract("migration", _moves),
-    Contract("turns", _turns),
-    Contract("CUDA graphs", _graphs),
-    Contract("learner", _learner),
-    Contract("new weights", _weights),
-    Contract("streaming", _scorers),
-)
+CONTRACTS: Mapping[str, Callable[[torch.device], str]] = {
+    "chunks": _chunks,
+    "migration": _moves,
+    "turns": _turns,
+    "CUDA graphs": _graphs,
+    "learner": _learner,
+    "new weights": _weights,
+    "streaming": _scorers,
+}
+"""Checks that return their result on a device, or raise EngineError."""
 
 
 def checked(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     """Yield each contract's name, whether the device keeps it, and the result."""
-    for contract in CONTRACTS:
+    for name, check in CONTRACTS.items():
         try:
-            yield contract.name, True, contract.check(device)
+            yield name, True, check(device)
         except Exception as error:
             # Any error of a driver or kernel counts.
-            yield contract.name, False, f"{type(error).__name__}: {error}"
+            yield name, False, f"{type(error).__name__}: {error}"

@@ -184,7 +184,7 @@ def command_chat(
             (the newest checkpoint during training, then the trained model).
         system: A system message. Needs a chat template.
         max_new_tokens: Token limit of an answer.
-        max_model_len: Token limit of the conversation. 0: 4096, or the model's positions if fewer.
+        max_model_len: Tokens of prompt and answer. 0: 4096, or the model's positions if fewer.
         tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
             type hints and a docstring; may be repeated. Answers, with calls and results, then
             appear when complete.

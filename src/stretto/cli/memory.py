@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
+from stretto.cli.parsing import takes
 from stretto.config import ModelConfig
-from stretto.config.sections import Gpus, NonNegativeInt
+from stretto.config.sections import NonNegativeInt
 from stretto.errors import ConfigError
 from stretto.models.info import described, measure
 from stretto.models.shapes import LLAMAS, Shape
@@ -19,16 +20,13 @@ from stretto.planner.on_gpus import GpuOptions, memory_table
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
+@takes(GpuOptions)
 def command_memory(
     model: Annotated[str, arg(metavar="MODEL_OR_PARAMETERS")],
     /,
     lora_rank: NonNegativeInt = 0,
     lora_targets: tuple[str, ...] = ("all-linear",),
-    gpus: Gpus = 0,
-    fsdp: Gpus = 0,
-    tp: Gpus = 1,
-    gpu: str = "h100",
-    offload: bool = False,
+    **on_gpus: Any,
 ) -> None:
     """Plan the memory of actor, critic, reference and reward model, all of one size.
 
@@ -36,21 +34,17 @@ def command_memory(
         model: A number of parameters (7B, 135M), or a model's name or folder.
         lora_rank: Rank of LoRA adapters for actor and critic. 0 trains all weights.
         lora_targets: Modules that get adapters. 'all-linear' takes all but the head.
-        gpus: Number of GPUs. Above 0, estimates the memory of each by phase.
-        fsdp: Shards of the learner. If these do not fill the GPUs, roles get separate ones: a copy
-            of the scorers, and generators on the rest. 0 takes all GPUs for every role.
-        tp: GPUs that each layer is split over, in every role.
-        offload: Idle roles keep their states in the host's memory.
     """
-    if not gpus:
-        if fsdp or tp != 1 or offload:
+    options = GpuOptions(**on_gpus)
+    if not options.gpus:
+        if options.fsdp or options.tp != 1 or options.offload:
             raise ConfigError("--fsdp, --tp and --offload need GPUs: add --gpus", "gpus-missing")
         print(format_plan(memory_plan(*_parameters(model, lora_rank, lora_targets))))
         return
     if lora_rank:
         raise ConfigError(f"--lora-rank {lora_rank}: all weights are trained here", "lora-on-gpus")
     shapes = ModelShapes.of_one_size(_shape(model))
-    table, problem = memory_table(shapes, GpuOptions(gpus, fsdp, tp, offload, gpu))
+    table, problem = memory_table(shapes, options)
     print(table)
     if problem:
         raise ConfigError(problem, "memory-exceeded")

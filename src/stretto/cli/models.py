@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from stretto.api.models import benchmark, evaluate, label, label_responses, measure
 from stretto.api.settings import model_of, trained_with
 from stretto.checks import check_measured
-from stretto.cli.parsing import File, takes
+from stretto.cli.parsing import File, Model, takes
 from stretto.cli.settings import (
     RECIPE_HELP,
     call_with_config,
@@ -22,7 +22,7 @@ from stretto.cli.settings import (
     value_of,
 )
 from stretto.config import Config, RewardModelConfig, recipes
-from stretto.config.sections import Rows, Seconds, Temperature, Workers
+from stretto.config.sections import NonNegativeInt, Rows, Seconds, Temperature, Workers
 from stretto.errors import ConfigError, require
 from stretto.interfaces import option
 from stretto.models.resolve import trained_model
@@ -47,7 +47,7 @@ SAMPLED = ("win_rate_by", "sft", "judge")
 """Options whose metrics need sampled responses."""
 
 
-@takes(evaluate, "model")
+@takes(evaluate, "model", "samples")
 @takes(measure, "win_rate_by", "reference_column", "sft")
 @takes(benchmark, lm_eval_limit="limit")
 @dataclass
@@ -61,7 +61,6 @@ class EvalOptions:
     recipe.
 
     Attributes:
-        samples: Rows to answer. Default: 200.
         out: Write the metrics and settings to this JSON file.
         temperature: Temperature of sampled responses. Default: the recipe's. pass@1 is greedy.
         judge: Win-rate against reference responses by this LLM, which sees each pair in both
@@ -76,19 +75,19 @@ class EvalOptions:
     """
 
     recipe: Annotated[Positional[str], arg(help=RECIPE_HELP, metavar="RECIPE_OR_RUN")]
-    model: str = ""
+    model: Model = ""
     samples: Rows | None = None
     out: File = ""
     temperature: Temperature | None = None
     win_rate_by: Annotated[str, arg(metavar="SOURCE")] = ""
     reference_column: str = ""
-    sft: str = ""
-    judge: Annotated[str, arg(metavar="MODEL")] = ""
+    sft: Model = ""
+    judge: Model = ""
     judge_url: Annotated[str, arg(metavar="URL")] = ""
     judge_concurrency: Workers | None = None
     judge_timeout: Seconds | None = None
     lm_eval: Annotated[str, arg(metavar="NAMES")] = ""
-    lm_eval_limit: int = 0
+    lm_eval_limit: NonNegativeInt = 0
 
     @property
     def sampled(self) -> bool:

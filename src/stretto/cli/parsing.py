@@ -22,6 +22,7 @@ from stretto.errors import ConfigError, near
 F = TypeVar("F", bound=Callable[..., Any])
 
 File = Annotated[str, arg(metavar="FILE")]
+Model = Annotated[str, arg(metavar="MODEL")]
 
 
 class Option(NamedTuple):
@@ -60,7 +61,8 @@ def options_of(function: Callable[..., Any]) -> dict[str, Option]:
     """Return a function's parameters and those that it :func:`takes`, without the settings."""
     params = docstring_parser.parse(function.__doc__ or "").params
     texts = {n: p.description for p in params for n in p.arg_name.split(", ")}
-    kinds, taken, options = bounds.kinds(function), _taken.get(function, {}), dict[str, Option]()
+    kinds, taken = bounds.kinds(function), _taken.get(function, {})
+    options = dict[str, Option]()
     for name, each in inspect.signature(function).parameters.items():
         if each.kind is each.VAR_KEYWORD or name == "config":
             continue
@@ -84,7 +86,7 @@ def form(function: Callable[..., Any]) -> type[Any]:
         if parts & {dict, Mapping}:
             kind, default = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")], ()
         elif Path in parts:
-            kind = Annotated[str, arg(metavar="FILE" if name == "out" else "MODEL")]
+            kind = File if name == "out" else Model
         elif type(None) in parts and get_origin(kind) is not Annotated:
             kind = Annotated[kind, arg(metavar="FLOAT" if float in parts else "INT")]
         marks: list[Any] = [Positional] if positional else []
@@ -131,12 +133,15 @@ def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
 
 
 def call(function: Callable[..., int | None], command: str, arguments: Sequence[str]) -> int:
-    options = options_of(function)
-    positional = [name for name, option in options.items() if option.positional]
-    shown = {name: interfaces.option(name) for name in options}
-    interfaces.command_line().options = shown | {n: n.upper() for n in positional}
+    """Run a command without settings on its arguments. Returns its exit status."""
+    shown = {
+        name: name.upper() if option.positional else interfaces.option(name)
+        for name, option in options_of(function).items()
+    }
+    interfaces.offer(shown)
     values = values_of(function, read(form(function), command, arguments))
-    return function(*(values.pop(name) for name in positional), **values) or 0
+    positional = [values.pop(name) for name in shown if shown[name].isupper()]
+    return function(*positional, **values) or 0
 
 
 def table_of(pairs: Sequence[str], key: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from stretto.cli.generate import check_model, command_chat
 from stretto.cli.parsing import takes
 from stretto.config import RolloutConfig, recipes
 from stretto.config.capabilities import EngineName
-from stretto.config.sections import ChatArguments, NonNegativeInt, Port, RowsOrNone, Seed, Workers
+from stretto.config.sections import ChatArguments, Port, RowsOrNone, Seed, Workers
 from stretto.errors import StorageError, require
 from stretto.machine import is_loopback
 from stretto.observe.progress import on_stderr
@@ -36,7 +36,7 @@ OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Host names of requests to a server on the loopback. IPv6 addresses are in brackets."""
 
 
-@takes(command_chat, "model", "dtype", "device")
+@takes(command_chat, "model", "max_model_len", "dtype", "device")
 def command_serve(
     model: str,
     /,
@@ -47,7 +47,6 @@ def command_serve(
     engine: EngineName = "torch",
     slots: Workers = 16,
     queue: RowsOrNone = 256,
-    max_model_len: NonNegativeInt = 0,
     seed: Seed = 0,
     template_arguments: ChatArguments = {},  # noqa: B006
     **options: Any,
@@ -63,7 +62,6 @@ def command_serve(
         engine: Engine that generates. Vllm needs the extra 'vllm'.
         slots: Answers decoded at a time.
         queue: Limit of requests that wait for a slot. Further ones are refused with status 429.
-        max_model_len: Tokens of prompt and answer. 0: 4096, or the model's positions if fewer.
         seed: Seed of requests that have none.
         template_arguments: An argument of the chat template, for example enable_thinking=false; may
             be repeated. A request's chat_template_kwargs take precedence.
@@ -86,7 +84,6 @@ def command_serve(
             open_policy,
             model,
             rollout,
-            max_model_len=max_model_len,
             follow=follow,
             seed=seed,
             template_arguments=template_arguments,

@@ -72,8 +72,7 @@ def parse_with_config(
     own_names, kind = [*options_of(function)], type(config)
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
-    named_options = (*offered, *own_names[1:])
-    interfaces.command_line().options = {n: interfaces.option(n) for n in named_options}
+    interfaces.offer({name: interfaces.option(name) for name in (*offered, *own_names[1:])})
     shown, more = _asked_for_help(arguments, offered)
     if shown is not None:
         arguments, offered = ["--help"], shown

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import product
 from math import ceil
 
+from stretto.config.sections import Gpus
 from stretto.errors import ConfigError
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
@@ -21,12 +22,20 @@ LENGTH = PROMPT + RESPONSE
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """Options of ``stretto memory``. Their help texts describe them."""
+    """Options of ``stretto memory``.
 
-    gpus: int
-    fsdp: int
-    tp: int
-    offload: bool
+    Attributes:
+        gpus: Number of GPUs. Above 0, estimates the memory of each by phase.
+        fsdp: Shards of the learner. If these do not fill the GPUs, roles get separate ones: a copy
+            of the scorers, and generators on the rest. 0 takes all GPUs for every role.
+        tp: GPUs that each layer is split over, in every role.
+        offload: Idle roles keep their states in the host's memory.
+    """
+
+    gpus: Gpus = 0
+    fsdp: Gpus = 0
+    tp: Gpus = 1
+    offload: bool = False
     gpu: str = "h100"
 
     def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:

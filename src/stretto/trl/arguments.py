@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Any, Literal
@@ -37,6 +37,7 @@ CORRECTIONS = {
 _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant"
 }
+_SCALES = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
 _SAMPLING = ("do_sample", "min_p", "repetition_penalty", "top_k", "top_p")
 
 AGGREGATIONS = {
@@ -49,8 +50,6 @@ AGGREGATIONS = {
 }
 """GRPO's ``loss_type`` to ``algorithm.aggregation``."""
 
-_SCALES: dict[Any, str] = {True: "group", False: "none"}
-
 CHOICES: dict[str, Collection[Any]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "importance_sampling_level": ("token", "sequence"),
@@ -60,12 +59,12 @@ CHOICES: dict[str, Collection[Any]] = {
     "optim": OPTIMIZERS,
     "router_aux_loss_coef": (None, 0.0),
     "save_strategy": ("no", "steps", "epoch"),
-    "scale_rewards": ("group", "batch", "none", *_SCALES),
+    "scale_rewards": _SCALES,
     "stop_token": ("eos", None),
     "vllm_importance_sampling_mode": CORRECTIONS,
     "vllm_mode": ("colocate", "server"),
 }
-"""Allowed values of arguments."""
+"""Allowed values of arguments. A mapping has the value of the setting for each."""
 
 _COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
@@ -123,7 +122,7 @@ def check(args: TrlConfig) -> None:
         if not hasattr(args, name):
             continue
         rule = f"must be one of {', '.join(map(repr, choices))}"
-        _require(_plain(getattr(args, name)) in choices, args, name, rule)
+        _require(_plain(getattr(args, name)) in [*choices], args, name, rule)
     for name, (holds, rule) in RULES.items():
         if hasattr(args, name):
             _require(holds(getattr(args, name)), args, name, rule)
@@ -144,16 +143,16 @@ def check(args: TrlConfig) -> None:
         _require(args.loss_type == "sigmoid", args, "loss_type", "must be 'sigmoid'")
 
 
-def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
-    """Return a run's sizes, also written to ``args`` for scripts. ``rows`` is 0 if unknown."""
+def fill_in_sizes(args: TrlConfig, rows: int) -> Sizes:
+    """Write a run's sizes to ``args``, for scripts, and return them. ``rows`` is 0 if unknown."""
     if isinstance(args, PPOConfig):
-        return _derive_ppo_sizes(args, rows)
+        return _fill_in_ppo_sizes(args, rows)
     unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
     minibatches = 1
     group = 2
     epochs = 1
     if isinstance(args, GRPOConfig | RLOOConfig):
-        minibatches, group = _derive_generation(args), args.num_generations
+        minibatches, group = _fill_in_generation(args), args.num_generations
         epochs = args.num_iterations
         batch = unit * minibatches
     else:
@@ -171,7 +170,7 @@ def derive_sizes(args: TrlConfig, rows: int) -> Sizes:
     return Sizes(batch, steps, minibatches, updates, rows)
 
 
-def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
+def _fill_in_generation(args: GRPOConfig | RLOOConfig) -> int:
     """Write the generation sizes to ``args``. Return the number of updates per batch.
 
     TRL may generate the batch of one update in several parts. They are one batch here, because all
@@ -198,7 +197,7 @@ def _derive_generation(args: GRPOConfig | RLOOConfig) -> int:
     return max(1, each // unit)
 
 
-def _derive_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
+def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
     """Write the derived sizes of PPO's arguments.
 
     Since TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, split
@@ -326,9 +325,6 @@ def settings(
         "task.max_prompt_tokens": longest,
         "rollout.batch": sizes.batch,
         "algorithm.name": args.algorithm,
-        "training.lr": args.learning_rate,
-        "training.lr_schedule": _SCHEDULES[_plain(args.lr_scheduler_type)],
-        "training.optim": OPTIMIZERS[_plain(args.optim)],
         "training.warmup_steps": math.ceil(_warmup(args, theirs) / sizes.updates),
         "training.betas": (args.adam_beta1, args.adam_beta2),
         "training.grad_clip": args.max_grad_norm or 0.0,
@@ -342,8 +338,8 @@ def settings(
         "reward.missing_eos": "subtract" if penalty is not None and stops(args) else "off",
         "reward.missing_eos_penalty": penalty or 0.0,
         **_vllm(args),
+        **_translated(args),
     }
-    found |= {setting: getattr(args, name) for name, setting in SETS.items() if hasattr(args, name)}
     if isinstance(args, PPOConfig):
         found |= {
             "algorithm.kl_in": "reward",
@@ -361,6 +357,17 @@ def settings(
         section, dot, key = name.partition(".")
         nested |= {section: nested.get(section, {}) | {key: value} if dot else value}
     return nested
+
+
+def _translated(args: TrlConfig) -> dict[str, Any]:
+    """Return the settings of arguments in ``SETS``, as :data:`CHOICES` translates them."""
+    found: dict[str, Any] = {}
+    for name in (name for name in SETS if hasattr(args, name)):
+        value, choices = _plain(getattr(args, name)), CHOICES.get(name)
+        found[SETS[name]] = choices[value] if isinstance(choices, Mapping) else value
+    if found.get("algorithm.multi_objective_aggregation") == "normalize_then_sum":
+        del found["algorithm.scale_rewards"]  # TRL ignores scale_rewards then
+    return found
 
 
 def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
@@ -381,20 +388,15 @@ def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
 def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
     """Return the settings that only GRPO and RLOO have."""
     found: dict[str, Any] = {
-        "algorithm.kl_coef": args.beta,
         "algorithm.clip_high": args.epsilon_high or 0.0,
         "training.minibatches": sizes.minibatches,
     }
     if isinstance(args, GRPOConfig):
         found |= {
             "algorithm.aggregation": AGGREGATIONS.get(args.loss_type, "auto"),
-            "algorithm.scale_rewards": _SCALES.get(args.scale_rewards, args.scale_rewards),
-            "algorithm.multi_objective_aggregation": args.multi_objective_aggregation,
             "algorithm.dual_clip": args.delta or 0.0,
             "algorithm.entropy_aggregation": "token_mean",
         }
-        if args.multi_objective_aggregation == "normalize_then_sum":
-            del found["algorithm.scale_rewards"]  # TRL ignores scale_rewards then
         if outside.parts(args.loss_type):
             found["algorithm.name"] = args.loss_type
         elif args.loss_type == "cispo":
@@ -426,8 +428,7 @@ def environments(args: Any, sizes: Sizes) -> int:
 
 
 def evaluates(args: TrlConfig) -> bool:
-    """Return whether evaluations are on. PPO has none, as in TRL."""
-    return _plain(args.eval_strategy) != "no" and not isinstance(args, PPOConfig)
+    return bool(_plain(args.eval_strategy) != "no")
 
 
 def eval_every(args: TrlConfig, sizes: Sizes) -> int:

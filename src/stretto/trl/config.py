@@ -280,11 +280,14 @@ SETS = {
     "temperature": "rollout.temperature",
     "whiten_rewards": "algorithm.whiten_rewards",
     "kl_coef": "algorithm.kl_coef",
+    "beta": "algorithm.kl_coef",
     "kl_estimator": "algorithm.kl_estimator",
     "cliprange": "algorithm.clip",
     "cliprange_value": "algorithm.value_clip",
     "epsilon": "algorithm.clip",
     "importance_sampling_level": "algorithm.importance_sampling_level",
+    "multi_objective_aggregation": "algorithm.multi_objective_aggregation",
+    "scale_rewards": "algorithm.scale_rewards",
     "mask_truncated_completions": "algorithm.mask_truncated_completions",
     "use_bias_correction_kl": "algorithm.use_bias_correction_kl",
     "entropy_coef": "algorithm.entropy_coef",
@@ -292,16 +295,17 @@ SETS = {
     "use_liger_kernel": "model.use_liger_kernel",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
+    "learning_rate": "training.lr",
+    "lr_scheduler_type": "training.lr_schedule",
+    "optim": "training.optim",
     "weight_decay": "training.weight_decay",
 }
-"""Arguments whose value becomes the value of a setting."""
+"""Arguments whose value, as it is or translated by a choice, becomes the value of a setting."""
 
 IN_SCRIPTS = {
     "out": "output_dir",
     "runtime": "runtime",
-    "training.lr": "learning_rate",
     "training.grad_clip": "max_grad_norm",
-    "training.optim": "optim",
     "reward.sources": "reward_funcs",
     "reward.weights": "reward_weights",
     "model.name": "model",

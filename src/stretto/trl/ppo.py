@@ -118,7 +118,7 @@ class PPOTrainer(BaseTrainer):
             judge = objects.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
             functions = {**rewards.functions, MISSING_EOS: judge}
             rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
-        sizes = arguments.derive_sizes(args, len(task))
+        sizes = arguments.fill_in_sizes(args, len(task))
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ class _PromptsTrainer(BaseTrainer):
     ) -> tuple[Any, arguments.Sizes]:
         """Return rows and sizes. Without rows, empty prompts of a batch for the environment."""
         if rows is not None and hasattr(rows, "__len__"):
-            return rows, arguments.derive_sizes(args, len(rows))
+            return rows, arguments.fill_in_sizes(args, len(rows))
         if rows is None and (
             environment_factory is None or isinstance(environment_factory, Mapping)
         ):
@@ -121,7 +121,7 @@ class _PromptsTrainer(BaseTrainer):
                 "that makes environments of one class, whose reset returns the prompt",
                 "argument-missing",
             )
-        sizes = arguments.derive_sizes(args, 0)
+        sizes = arguments.fill_in_sizes(args, 0)
         if rows is None:
             count = max(sizes.batch // args.num_generations, 1)
             return [{objects.PROMPT: [objects.EMPTY]}] * count, sizes
