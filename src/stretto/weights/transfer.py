@@ -335,10 +335,8 @@ class _Group:
         return group
 
     def _sent(self, flat: Tensor, bucket: Bucket) -> list[Any]:
-        route = self.route
-        group = self._joined
-        tag = self._exchanges
-        places = segments(bucket)
+        route, group = self.route, self._joined
+        tag, places = self._exchanges, segments(bucket)
         if not route.sends:
             return [group.recv([flat[place]], source, tag) for source, place in places.items()]
         receive = range(route.sources, route.size) if route.rank in places else ()
