@@ -134,8 +134,8 @@ def check(args: TrlConfig) -> None:
     elif isinstance(args, GRPOConfig):
         cispo = args.loss_type == "cispo"
         types = f"must be one of {', '.join(map(repr, AGGREGATIONS))}, or your own 'file.py:name'"
-        known = args.loss_type in AGGREGATIONS or bool(outside.parts(args.loss_type))
-        _require(known, args, "loss_type", types)
+        is_supported = args.loss_type in AGGREGATIONS or bool(outside.parts(args.loss_type))
+        _require(is_supported, args, "loss_type", types)
         above = "is the largest ratio of 'cispo', which is 1 on the policy's own data; 5.0 is usual"
         _require(not cispo or (args.epsilon_high or 0) > 1, args, "epsilon_high", above)
         _require(not (cispo and args.delta), args, "delta", "has no effect on 'cispo'")
@@ -177,15 +177,15 @@ def _fill_in_generation(args: GRPOConfig | RLOOConfig) -> int:
     parts are sampled with the same weights.
     """
     size, unit = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    each, batch = args.steps_per_generation, args.generation_batch_size
-    same = each is None or batch in (None, each * size)
+    steps, batch = args.steps_per_generation, args.generation_batch_size
+    same = steps is None or batch in (None, steps * size)
     _require_one(same, args, "steps_per_generation", "generation_batch_size", "what is generated")
-    if each is None:
-        each = unit if batch is None else batch // size
-    batch = each * size if batch is None else batch
-    parts = each < unit and unit % each == 0 and args.num_iterations == 1
-    whole = parts or each % unit == 0
-    if batch != each * size or not whole or batch % args.num_generations:
+    if steps is None:
+        steps = unit if batch is None else batch // size
+    batch = steps * size if batch is None else batch
+    parts = steps < unit and unit % steps == 0 and args.num_iterations == 1
+    is_multiple = parts or steps % unit == 0
+    if batch != steps * size or not is_multiple or batch % args.num_generations:
         raise ConfigError(
             f"{batch} responses are generated at a time; they must be a multiple of "
             f"per_device_train_batch_size x gradient_accumulation_steps = {size} x {unit}, or with "
@@ -193,8 +193,8 @@ def _fill_in_generation(args: GRPOConfig | RLOOConfig) -> int:
             f"{args.num_generations}",
             "generation-batch",
         )
-    args.steps_per_generation, args.generation_batch_size = each, batch
-    return max(1, each // unit)
+    args.steps_per_generation, args.generation_batch_size = steps, batch
+    return max(1, steps // unit)
 
 
 def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
@@ -205,13 +205,13 @@ def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
     ``batch_size`` can still request.
     """
     unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    most = unit * args.num_mini_batches
+    old_batch = unit * args.num_mini_batches
     batch = args.batch_size or unit
-    if batch not in (unit, most):
+    if batch not in (unit, old_batch):
         raise ConfigError(
             f"batch_size = {batch}: TRL derived it as per_device_train_batch_size * "
-            f"gradient_accumulation_steps = {unit}, until 0.16 times num_mini_batches = {most}; "
-            "leave it out, or change those",
+            f"gradient_accumulation_steps = {unit}, until 0.16 times num_mini_batches = {old_batch}"
+            "; leave it out, or change those",
             "argument-derived",
         )
     if batch % args.num_mini_batches:
@@ -306,9 +306,9 @@ def settings(
     """Return all settings except models, rewards and rows. ``longest`` is in prompt tokens."""
     theirs = sizes.steps * sizes.updates
     epoch = math.ceil(sizes.rows * _group(args) / sizes.batch)
-    every = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
+    save_intervals = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
     penalty = getattr(args, "missing_eos_penalty", None)
-    found: dict[str, Any] = {
+    flat: dict[str, Any] = {
         "steps": sizes.steps,
         "out": str(args.output_dir),
         "runtime": _runtime(args),
@@ -331,7 +331,7 @@ def settings(
         "observe.progress": "plain" if args.disable_tqdm else "auto",
         "observe.trackers": tuple(t for t in _asked_trackers(args) if t in TRACKERS),
         "observe.checkpoint_minutes": 0.0,  # save_strategy decides instead
-        "observe.checkpoint_every": {**every, "epoch": epoch}[_plain(args.save_strategy)],
+        "observe.checkpoint_every": {**save_intervals, "epoch": epoch}[_plain(args.save_strategy)],
         "rollout.stop": _generation_options(args)[0],
         # TRL subtracts this penalty from the score. If no token ends a response, a reward source
         # subtracts it instead (:data:`MISSING_EOS`).
@@ -341,19 +341,19 @@ def settings(
         **_translated(args),
     }
     if isinstance(args, PPOConfig):
-        found |= {
+        flat |= {
             "algorithm.kl_in": "reward",
             "training.critic_lr": args.learning_rate,
             "observe.samples": 4 if args.num_sample_generations else 0,
         }
     elif isinstance(args, OnlineDPOConfig):
-        found |= {"rollout.samples_per_prompt": 2, "algorithm.kl_coef": _listed(args.beta)[0]}
+        flat |= {"rollout.samples_per_prompt": 2, "algorithm.kl_coef": _listed(args.beta)[0]}
     else:
-        found |= _grouped(args, sizes)
-    most = found["rollout.max_new_tokens"]
-    found["training.microbatch_tokens"] = args.per_device_train_batch_size * (longest + most)
+        flat |= _grouped(args, sizes)
+    max_new = flat["rollout.max_new_tokens"]
+    flat["training.microbatch_tokens"] = args.per_device_train_batch_size * (longest + max_new)
     nested: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in flat.items():
         section, dot, key = name.partition(".")
         nested |= {section: nested.get(section, {}) | {key: value} if dot else value}
     return nested
@@ -361,13 +361,13 @@ def settings(
 
 def _translated(args: TrlConfig) -> dict[str, Any]:
     """Return the settings of arguments in ``SETS``, as :data:`CHOICES` translates them."""
-    found: dict[str, Any] = {}
+    translations: dict[str, Any] = {}
     for name in (name for name in SETS if hasattr(args, name)):
         value, choices = _plain(getattr(args, name)), CHOICES.get(name)
-        found[SETS[name]] = choices[value] if isinstance(choices, Mapping) else value
-    if found.get("algorithm.multi_objective_aggregation") == "normalize_then_sum":
-        del found["algorithm.scale_rewards"]  # TRL ignores scale_rewards then
-    return found
+        translations[SETS[name]] = choices[value] if isinstance(choices, Mapping) else value
+    if translations.get("algorithm.multi_objective_aggregation") == "normalize_then_sum":
+        del translations["algorithm.scale_rewards"]  # TRL ignores scale_rewards then
+    return translations
 
 
 def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
@@ -387,24 +387,24 @@ def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
 
 def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
     """Return the settings that only GRPO and RLOO have."""
-    found: dict[str, Any] = {
+    group_settings: dict[str, Any] = {
         "algorithm.clip_high": args.epsilon_high or 0.0,
         "training.minibatches": sizes.minibatches,
     }
     if isinstance(args, GRPOConfig):
-        found |= {
+        group_settings |= {
             "algorithm.aggregation": AGGREGATIONS.get(args.loss_type, "auto"),
             "algorithm.dual_clip": args.delta or 0.0,
             "algorithm.entropy_aggregation": "token_mean",
         }
         if outside.parts(args.loss_type):
-            found["algorithm.name"] = args.loss_type
+            group_settings["algorithm.name"] = args.loss_type
         elif args.loss_type == "cispo":
-            found |= {
+            group_settings |= {
                 "algorithm.name": "cispo",
                 "algorithm.clip_high": (args.epsilon_high or 0.0) - 1,
             }
-    return found
+    return group_settings
 
 
 def _runtime(args: TrlConfig) -> str:
@@ -422,9 +422,9 @@ def environments(args: Any, sizes: Sizes) -> int:
     responses generated at a time, unless that is the full step or episodes may outlive their step.
     """
     schedule = {"deadline_s": 0, "preset": "sync", **_schedule(args)}
-    most = int(getattr(args, "generation_batch_size", 0) or 0)
-    limited = most < sizes.batch and len(schedule) == 2 and schedule["preset"] == "sync"
-    return most if limited else 0
+    limit = int(getattr(args, "generation_batch_size", 0) or 0)
+    limited = limit < sizes.batch and len(schedule) == 2 and schedule["preset"] == "sync"
+    return limit if limited else 0
 
 
 def evaluates(args: TrlConfig) -> bool:
@@ -470,10 +470,10 @@ def _vllm(args: TrlConfig) -> dict[str, Any]:
         options["enable_sleep_mode"] = True
     if args.vllm_mode == "colocate":
         options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
-    found: dict[str, Any] = {"rollout.engine": "vllm", "rollout.engine_args": options}
+    vllm_settings: dict[str, Any] = {"rollout.engine": "vllm", "rollout.engine_args": options}
     if args.vllm_tensor_parallel_size > 1:
         generator = {"roles": ("generator",), "tp": args.vllm_tensor_parallel_size}
-        found["cluster.processes"] = [generator]
+        vllm_settings["cluster.processes"] = [generator]
     if isinstance(args, PPOConfig | GRPOConfig) and args.vllm_importance_sampling_correction:
         kind, level = CORRECTIONS[args.vllm_importance_sampling_mode]
         # The newer name (cap) has no value by default. The older one applies otherwise.
@@ -486,13 +486,13 @@ def _vllm(args: TrlConfig) -> dict[str, Any]:
                 "here; give it, or set vllm_importance_sampling_correction = False",
                 "argument-value",
             )
-        found |= {
+        vllm_settings |= {
             "algorithm.old_policy": "proximal",
             "algorithm.correction": kind,
             "algorithm.correction_level": level,
             "algorithm.correction_cap": cap,
         }
-    return found
+    return vllm_settings
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
@@ -508,10 +508,10 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
 
 def template_arguments(args: TrlConfig) -> dict[str, Any]:
     """Return the chat template's arguments. Raises ConfigError for reserved names."""
-    found = mapping(getattr(args, ARGUMENTS, None), ARGUMENTS)
-    if why := wrong_arguments(found):
+    options = mapping(getattr(args, ARGUMENTS, None), ARGUMENTS)
+    if why := wrong_arguments(options):
         raise ConfigError(f"{ARGUMENTS}: {why}", "template-argument-reserved")
-    return found
+    return options
 
 
 def _schedule(args: TrlConfig) -> dict[str, Any]:
@@ -567,10 +567,10 @@ def _require_one(holds: bool, args: TrlConfig, name: str, other: str, what: str)
 
 
 def _is_set(args: TrlConfig, name: str) -> bool:
-    known = type(args).__dataclass_fields__.get(name)
-    if known is None or known.default is MISSING:
+    dataclass_field = type(args).__dataclass_fields__.get(name)
+    if dataclass_field is None or dataclass_field.default is MISSING:
         return False
-    return getattr(args, name) not in (known.default, None, "", [], {})
+    return getattr(args, name) not in (dataclass_field.default, None, "", [], {})
 
 
 def _listed(value: Any) -> list[Any]:

@@ -154,10 +154,10 @@ class BaseTrainer:
                 "give peft_config",
                 "4bit-without-adapters",
             )
-        given = (ENVIRONMENT,) if self._answering.rewards else ()
-        data["reward"] |= {"sources": (*rewards.sources, *given)}
+        environment_sources = (ENVIRONMENT,) if self._answering.rewards else ()
+        data["reward"] |= {"sources": (*rewards.sources, *environment_sources)}
         if weights := getattr(args, "reward_weights", None):
-            data["reward"]["weights"] = (*weights, *(1.0 for _ in given))
+            data["reward"]["weights"] = (*weights, *(1.0 for _ in environment_sources))
         if sources := tuple(self._answering.objects):
             data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
             if self._answering.most:  # episodes must proceed while queued ones wait to open
@@ -166,8 +166,8 @@ class BaseTrainer:
             held_out = Path(args.output_dir).absolute() / recipes.EVAL_DATASET
             longest = max(task.longest, self._held_out.longest)
             data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
-            every = arguments.eval_every(args, sizes)
-            data["observe"] |= {"eval_every": every, "eval_prompts": len(self._held_out)}
+            eval_interval = arguments.eval_every(args, sizes)
+            data["observe"] |= {"eval_every": eval_interval, "eval_prompts": len(self._held_out)}
         self.config: Config = recipes.build(data, type(args).__name__)
         self.run_dir: RunDirectory | None = None
         self.unlogged: list[Mapping[str, float]] = []
@@ -266,16 +266,16 @@ class BaseTrainer:
 
     def _with_rows(self, run: api.Begun[Config], note: Callable[[str], None]) -> api.Begun[Config]:
         """Copy the rows into the run's folder, so that the run can be evaluated and repeated."""
-        kept, rows = (
+        rows_path, rows = (
             run.run_dir.path.absolute() / recipes.DATASET,
             map(self._task.row, range(len(self._task))),
         )
         try:
-            write_rows(({"prompt": row.prompt, **row.data} for row in rows), kept)
+            write_rows(({"prompt": row.prompt, **row.data} for row in rows), rows_path)
         except TaskError as error:
             note(f"the run's folder has no copy of the rows, which are read as objects: {error}")
             return run
-        run = replace(run, config=rows_in(run.config, kept))
+        run = replace(run, config=rows_in(run.config, rows_path))
         run.run_dir.save_config(run.config)
         return run
 
@@ -312,10 +312,10 @@ class BaseTrainer:
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, Mapping):
-            found: dict[str, float] = {}
-            for name, each in rows.items():
-                found |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}")
-            return found
+            all_metrics: dict[str, float] = {}
+            for name, dataset in rows.items():
+                all_metrics |= self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}")
+            return all_metrics
         task = self._read_prompts(self._require_rows(rows), "eval_dataset")
         began_s = time.monotonic()
         answers = self._answers_to(task)
@@ -340,8 +340,8 @@ class BaseTrainer:
 
     def _read_prompts(self, rows: Any, name: str) -> PromptTask | TokenTask:
         rows = objects.rows_of(rows, name, 0)
-        own = arguments.template_arguments(self.args)
-        return PromptTask(rows, self.processing_class, name, self._answering, own)
+        template_arguments = arguments.template_arguments(self.args)
+        return PromptTask(rows, self.processing_class, name, self._answering, template_arguments)
 
     def _answers_to(self, task: PromptTask | TokenTask) -> list[Rollout]:
         """Return scored greedy answers to all prompts of a task. StateError while training."""
@@ -351,8 +351,8 @@ class BaseTrainer:
                 "during it with eval_strategy",
                 "evaluates-in-training",
             )
-        own = {"chat": task.chat, "shuffle": False, "max_prompt_tokens": task.longest}
-        config = self.config.changed_in("task", held_out=0.0, **own)
+        task_settings = {"chat": task.chat, "shuffle": False, "max_prompt_tokens": task.longest}
+        config = self.config.changed_in("task", held_out=0.0, **task_settings)
         overrides = replace(self._overrides(), task=task, reference=None, critic=None)
         return answer_all(config, overrides, on_stderr)
 
@@ -419,9 +419,9 @@ class BaseTrainer:
 
 def _newest(out: Path, name: str) -> str:
     """Return the newest run of that name with a checkpoint. Raises StateError without one."""
-    named = re.compile(re.escape(name) + r"-\d+")
-    found = (run for run in out.glob("*") if named.fullmatch(run.name))
-    runs = [run for run in found if newest(run / "checkpoints")]
+    pattern = re.compile(re.escape(name) + r"-\d+")
+    candidates = (run for run in out.glob("*") if pattern.fullmatch(run.name))
+    runs = [run for run in candidates if newest(run / "checkpoints")]
     if not runs:
         raise StateError(
             f"resume_from_checkpoint = True: no run in '{out}' is called '{name}' and has a "

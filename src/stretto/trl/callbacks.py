@@ -58,13 +58,13 @@ def after_step(
     wishes = t.control.should_training_stop, t.control.should_save
     logs = t.control.should_log or _logs_between(t, (step - 1) * t.sizes.updates)
     tools = _TOOLS if t.config.environment.sources else ()
-    named = {**as_trl_names(stats, t.source_names), **{n: stats.get(n, 0.0) for n in tools}}
-    if (coef := t.config.algorithm.entropy_coef) and "loss" in named:
-        named["loss"] -= coef * named["entropy"]
-    t.log({**stats, **named, "episode": step * batch})
+    trl_metrics = {**as_trl_names(stats, t.source_names), **{n: stats.get(n, 0.0) for n in tools}}
+    if (coef := t.config.algorithm.entropy_coef) and "loss" in trl_metrics:
+        trl_metrics["loss"] -= coef * trl_metrics["entropy"]
+    t.log({**stats, **trl_metrics, "episode": step * batch})
     evaluation = evaluated(stats, t.source_names) if EVALUATED in stats else {}
     skipped = {*_OF_TRAINING, *evaluation}
-    t.unlogged.append({n: v for n, v in named.items() if n not in skipped})
+    t.unlogged.append({n: v for n, v in trl_metrics.items() if n not in skipped})
     if evaluation:
         t.tell("on_evaluate", metrics=evaluation)
     stops = t.control.should_training_stop or wishes[0] or step == t.config.steps
@@ -82,9 +82,9 @@ def after_step(
 
 def _logs_between(t: BaseTrainer, before: int) -> bool:
     """Return whether an optimizer update since ``before`` is a multiple of ``logging_steps``."""
-    every = t.state.logging_steps if t.args.logging_strategy == "steps" else 0
+    interval = t.state.logging_steps if t.args.logging_strategy == "steps" else 0
     first = t.args.logging_first_step and before == 0
-    return first or bool(every and t.state.global_step // every > before // every)
+    return first or bool(interval and t.state.global_step // interval > before // interval)
 
 
 def means_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -93,7 +93,7 @@ def means_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name, value in (item for row in rows for item in row.items()):
         if not math.isnan(value):
             values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(column) / len(column) for name, column in values.items()}
 
 
 def never_called(handler: CallbackHandler) -> list[str]:
@@ -110,15 +110,15 @@ def evaluated(
     stats: Mapping[str, float], source_names: Mapping[str, str] | None = None, prefix: str = "eval"
 ) -> dict[str, float]:
     """Return the metrics of an evaluation, under TRL's names and our own."""
-    own = {name.removeprefix("eval/"): v for name, v in stats.items() if name.startswith("eval/")}
-    theirs = as_trl_names({n: v for n, v in own.items() if n.startswith("reward/")}, source_names)
+    ours = {name.removeprefix("eval/"): v for name, v in stats.items() if name.startswith("eval/")}
+    theirs = as_trl_names({n: v for n, v in ours.items() if n.startswith("reward/")}, source_names)
     theirs |= {
         "reward": stats[SCORE],
-        "completions/mean_length": own["length_mean"],
-        "completions/clipped_ratio": 1 - own["ended"],
+        "completions/mean_length": ours["length_mean"],
+        "completions/clipped_ratio": 1 - ours["ended"],
     }
-    own = {name: value for name, value in own.items() if "/" not in name}
-    return {f"{prefix}_{name}": value for name, value in {**own, **theirs}.items()}
+    ours = {name: value for name, value in ours.items() if "/" not in name}
+    return {f"{prefix}_{name}": value for name, value in {**ours, **theirs}.items()}
 
 
 def as_trl_names(
@@ -131,19 +131,19 @@ def as_trl_names(
     Args:
         source_names: TRL's names of reward sources, if they differ from ours.
     """
-    found = {name: stats[own] for name, own in METRICS.items() if own in stats}
+    metrics = {name: stats[our_name] for name, our_name in METRICS.items() if our_name in stats}
     for metric, value in stats.items():
         kind, _, rest = metric.partition("/")
         source, _, logged = rest.removeprefix("model:").partition("/")
         source = (source_names or {}).get(source, source)
         if kind in _REWARDS:
-            found[logged or f"rewards/{source}/{_REWARDS[kind]}"] = value
+            metrics[logged or f"rewards/{source}/{_REWARDS[kind]}"] = value
     if EVALUATED in stats:
-        found |= evaluated(stats, source_names)
+        metrics |= evaluated(stats, source_names)
     if "response/ended" in stats:
-        found["completions/clipped_ratio"] = 1 - stats["response/ended"]
+        metrics["completions/clipped_ratio"] = 1 - stats["response/ended"]
     if "loss/kl_avg" in stats:
-        found["kl"] = stats["loss/kl_avg"]
+        metrics["kl"] = stats["loss/kl_avg"]
     elif "objective/kl" in stats and stats.get("response/length_mean"):
-        found["kl"] = stats["objective/kl"] / stats["response/length_mean"]
-    return found
+        metrics["kl"] = stats["objective/kl"] / stats["response/length_mean"]
+    return metrics

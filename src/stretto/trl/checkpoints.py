@@ -47,8 +47,8 @@ def export(
         state.save_to_json(str(scratch / "trainer_state.json"))
         (scratch / RUN).write_text(json.dumps({"run": run, "checkpoint": own.name}))
         _link(own, scratch / STATE)
-    others = [path for path in _exported(folder.parent) if _read(path / RUN).get("run") == run]
-    for path in others[: -limit if limit else 0]:
+    exports = [path for path in _exported(folder.parent) if _read(path / RUN).get("run") == run]
+    for path in exports[: -limit if limit else 0]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -57,8 +57,8 @@ def lift_adapter(folder: Path) -> bool:
     Returns False without a change if there is no adapter, or its base model has no name.
     """
     adapter, merged = folder / "adapter", folder / "merged"
-    named = _read(adapter / "adapter_config.json")
-    if not named.get("base_model_name_or_path"):
+    adapter_config = _read(adapter / "adapter_config.json")
+    if not adapter_config.get("base_model_name_or_path"):
         return False
     merged.mkdir()
     for path in [p for p in folder.iterdir() if p not in (adapter, merged)]:
@@ -87,8 +87,8 @@ def put_back(folder: Path) -> None:
     """Make a ``checkpoint-N`` folder's checkpoint the newest of its run, and remove later ones,
     because the run repeats those steps. Other folders are left unchanged.
     """
-    if named := _read(folder / RUN):
-        target = folder / named["run"] / "checkpoints" / named["checkpoint"]
+    if origin := _read(folder / RUN):
+        target = folder / origin["run"] / "checkpoints" / origin["checkpoint"]
         for path in target.parent.glob("step-*"):
             if path.name > target.name:
                 shutil.rmtree(path)
@@ -98,8 +98,8 @@ def put_back(folder: Path) -> None:
 
 
 def _exported(out: Path) -> list[Path]:
-    named = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in out.iterdir()]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+    matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in out.iterdir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
 def _read(file: Path) -> dict[str, str]:

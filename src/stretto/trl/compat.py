@@ -72,7 +72,7 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> Non
         elif why := _matching(_GONE, name):
             advice = f"Leave it out: {why}"
         elif meant := _settings(name):
-            present = next((n for each in meant for n in spellings(each) if n in known), "")
+            present = next((n for setting in meant for n in spellings(setting) if n in known), "")
             advice = f"It is called '{present}' here" if present else "Leave it out"
         else:
             advice = nearest(name, known)
@@ -87,7 +87,7 @@ def _settings(name: str) -> list[str]:
 def require_named(trainer: type, named: Iterable[str]) -> None:
     """Raise ConfigError for keyword arguments that a trainer's constructor lacks."""
     parameters = inspect.signature(trainer.__init__).parameters  # type: ignore[misc]
-    if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         require_known(trainer.__name__, named, parameters)
 
 
@@ -125,9 +125,9 @@ def require_called(trainer: type) -> None:
         return
     from transformers import Trainer
 
-    known = " ".join(_METHODS.values()).split()
+    method_names = " ".join(_METHODS.values()).split()
     for name in sorted(names):
-        if name in known or callable(getattr(Trainer, name, None)):
+        if name in method_names or callable(getattr(Trainer, name, None)):
             raise ConfigError(
                 f"{trainer.__name__}.{name} would never be called, as training here does not go "
                 f"through TRL's {name}. Leave it out: {_matching(_METHODS, name)}",

@@ -171,7 +171,7 @@ def lora_settings(peft_config: Any, policy: Any) -> dict[str, Any]:
             "peft-not-lora",
         )
     plain = LoraConfig()
-    for name in (each.name for each in fields(peft_config)):
+    for name in (lora_field.name for lora_field in fields(peft_config)):
         value, default = getattr(peft_config, name), getattr(plain, name)
         if name not in (*_LORA_TAKEN, *_LORA_FREE) and value != default:
             raise ConfigError(
@@ -228,10 +228,10 @@ def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
             return (targets,)
         if not isinstance(targets, str):
             return tuple(sorted(targets))
-    asked = replace(peft_config, target_modules=targets)
-    _maybe_include_all_linear_layers(asked, policy)
+    config = replace(peft_config, target_modules=targets)
+    _maybe_include_all_linear_layers(config, policy)
     modules = [name for name, _ in policy.named_modules()]
-    names = {name for name in modules if name and check_target_module_exists(asked, name)}
+    names = {name for name in modules if name and check_target_module_exists(config, name)}
     if not names:
         raise ConfigError(
             f"peft_config: target_modules = {targets!r} fits no layer of {type(policy).__name__}, "
@@ -240,8 +240,8 @@ def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
             "no-adapters-there",
         )
     ends = {name.rpartition(".")[2] for name in names}
-    others = {name for name in modules if name.rpartition(".")[2] in ends} - names
-    return tuple(sorted(names if others else ends))
+    clashes = {name for name in modules if name.rpartition(".")[2] in ends} - names
+    return tuple(sorted(names if clashes else ends))
 
 
 @dataclass(frozen=True)
@@ -328,15 +328,15 @@ def _reward_model(reward: Any, tokenizer: Any, args: Any) -> tuple[nn.Module, An
 
 def load(kind: Any, name: str, args: Any, **more: Any) -> Any:
     """Load a model with an Auto class and ``args.model_init_kwargs``, in float32 by default."""
-    asked = mapping(args.model_init_kwargs, "model_init_kwargs")
-    if asked.get("device_map") in (None, "auto"):
-        asked.pop("device_map", None)  # the run places the model
-    how = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **asked, **more}
+    model_kwargs = mapping(args.model_init_kwargs, "model_init_kwargs")
+    if model_kwargs.get("device_map") in (None, "auto"):
+        model_kwargs.pop("device_map", None)  # the run places the model
+    how = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **model_kwargs, **more}
     if how.get("quantization_config"):
         require("bitsandbytes", "bitsandbytes", "quantization_config")
         how["device_map"] = {"": pick_device(device(args))}
         if args.bf16:
-            how = {**how, "dtype": "bfloat16", **asked}
+            how = {**how, "dtype": "bfloat16", **model_kwargs}
     path = resolve(name, silent)
     with explained(path, "the model"):
         return kind.from_pretrained(str(path), **how)
@@ -349,9 +349,9 @@ def check_objects(model: Any, tokenizer: Any, callbacks: Any) -> None:
         rule = f"model is a model or its name; got {model!r}"
     elif tokenizer is not None and not hasattr(tokenizer, "pad_token"):
         rule = f"processing_class is a tokenizer; got {tokenizer!r}. AutoTokenizer loads one"
-    for each in callbacks or ():
-        if not hasattr(each, "on_init_end"):
-            rule = f"callbacks are objects of subclasses of TrainerCallback; got {each!r}"
+    for callback in callbacks or ():
+        if not hasattr(callback, "on_init_end"):
+            rule = f"callbacks are objects of subclasses of TrainerCallback; got {callback!r}"
     if rule:
         raise ConfigError(rule, "argument-value")
 
@@ -453,19 +453,19 @@ def answering(
 
     Raises ConfigError for unknown objects, or if the chat template cannot render their answers.
     """
-    found = named_objects(tools, factory, most)
-    if not found:
+    objects = named_objects(tools, factory, most)
+    if not objects:
         return Answering()
-    tools_of = LocalEnvironment(found, settings_of(EnvironmentConfig())).ready["tools"]
+    tools_of = LocalEnvironment(objects, settings_of(EnvironmentConfig())).ready["tools"]
     bridge = open_bridge(Encoder(tokenizer, template_arguments), tools_of)
-    made = next(iter(found.values())) if factory is not None else None
-    kinds = made.values() if isinstance(made, Mapping) else [made]
-    rewards = made is not None and any(map(_gives_rewards, kinds))
+    source = next(iter(objects.values())) if factory is not None else None
+    kinds = source.values() if isinstance(source, Mapping) else [source]
+    rewards = source is not None and any(map(_gives_rewards, kinds))
 
     def render(messages: Any, rows: Any, own: Any) -> tuple[list[int], str]:
         return bridge.of(own).prompt(messages, [*tools_of, *rows])
 
-    return Answering(found, render, rewards, most=most if factory is not None else 0)
+    return Answering(objects, render, rewards, most=most if factory is not None else 0)
 
 
 def _gives_rewards(factory: Any) -> bool:
@@ -495,16 +495,16 @@ class PromptTask(_Rows):
         super().__init__(rows, tokenizer, name)
         self._opening = answers.opening if answers else 0
         encoder = Encoder(tokenizer, template_arguments)
-        found = [self.row(index) for index in range(len(self))]
-        self.chat = "off" if all(isinstance(row.prompt, str) for row in found) else "auto"
-        own = {"name": name, "chat": self.chat, "columns": {"system": ""}}
-        config = TaskConfig.model_validate({"kind": "dataset", **own})
-        refuse_templated(found, encoder)
+        task_rows = [self.row(index) for index in range(len(self))]
+        self.chat = "off" if all(isinstance(row.prompt, str) for row in task_rows) else "auto"
+        task_settings = {"name": name, "chat": self.chat, "columns": {"system": ""}}
+        config = TaskConfig.model_validate({"kind": "dataset", **task_settings})
+        refuse_templated(task_rows, encoder)
         how: Any = {"encoder": encoder, "render": answers.render if answers else None}
-        read = (render(row, config, tokenizer, **how) for row in found)
+        read = (render(row, config, tokenizer, **how) for row in task_rows)
         self.longest = max(len(prompt.tokens) for prompt in read)
         if answers and answers.objects:
-            opens = self._opening and any(row.prompt == (EMPTY,) for row in found)
+            opens = self._opening and any(row.prompt == (EMPTY,) for row in task_rows)
             self.longest = max(self.longest, self._opening) if opens else self.longest + OPENING
             if self.chat == "off":
                 raise ConfigError(
@@ -571,8 +571,8 @@ class TokenTask(_Rows):
             tokens = [t for t, seen in zip(tokens, row[MASK], strict=True) if seen]
         else:
             pad = self._tokenizer.pad_token_id
-            kept = [i for i, token in enumerate(tokens) if token != pad]
-            tokens = tokens[kept[0] : kept[-1] + 1] if kept else []
+            indices = [i for i, token in enumerate(tokens) if token != pad]
+            tokens = tokens[indices[0] : indices[-1] + 1] if indices else []
         if not tokens:
             raise TaskError(
                 f"{self._name}, row {index} has no tokens in '{COLUMN}'; drop the row, or see why "

@@ -76,7 +76,7 @@ class PPOTrainer(BaseTrainer):
         peft_config: Any = None,
         **old_names: Any,
     ) -> None:
-        named = _by_present_names(
+        kwargs = _by_present_names(
             {
                 "args": args,
                 "processing_class": processing_class,
@@ -87,17 +87,17 @@ class PPOTrainer(BaseTrainer):
             },
             old_names,
         )
-        args, tokenizer, policy = (named[n] for n in ("args", "processing_class", "model"))
+        args, tokenizer, policy = (kwargs[n] for n in ("args", "processing_class", "model"))
         arguments.check(args)
         objects.refuse(data_collator, optimizers)
         if peft_config is not None and hasattr(policy, "merge_and_unload"):
             policy = policy.merge_and_unload()
             self._base_is_named = False
-        self.reward_model = named["reward_model"]
+        self.reward_model = kwargs["reward_model"]
         scored = isinstance(self.reward_model, nn.Module)
         models = {
             "model": policy,
-            "ref_model": named["ref_model"],
+            "ref_model": kwargs["ref_model"],
             "reward_model": self.reward_model if scored else None,
             "value_model": value_model,
         }
@@ -105,7 +105,7 @@ class PPOTrainer(BaseTrainer):
         self.eval_dataset = eval_dataset
         self.processing_class = tokenizer
         self._vocabulary = objects.check_models(models, tokenizer)
-        task = self._read_prompts(named["train_dataset"], "train_dataset")
+        task = self._read_prompts(kwargs["train_dataset"], "train_dataset")
         if eval_dataset is not None:
             self._read_prompts(eval_dataset, "eval_dataset")
         if scored:
@@ -130,8 +130,8 @@ class PPOTrainer(BaseTrainer):
             sampling: answer only one batch of ``args.per_device_eval_batch_size``.
         """
         rows = self._require_rows(self.eval_dataset)
-        most = self.args.per_device_eval_batch_size if sampling else len(rows)
-        task = self._read_prompts([rows[i] for i in range(min(most, len(rows)))], "eval_dataset")
+        count = self.args.per_device_eval_batch_size if sampling else len(rows)
+        task = self._read_prompts([rows[i] for i in range(min(count, len(rows)))], "eval_dataset")
         source = self._rewards.sources[0]
         rows = [
             {
@@ -160,21 +160,21 @@ class PPOTrainer(BaseTrainer):
 
 def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
     """Return PPO's arguments by their present names. Raises ConfigError if one is missing."""
-    named = dict(arguments)
+    kwargs = dict(arguments)
     for old, value in old_names.items():
         if old not in _OLD_NAMES:
             names = [*inspect.signature(PPOTrainer.__init__).parameters][1:-1]
             raise ConfigError(
                 f"PPOTrainer has no argument '{old}'. {nearest(old, names)}", "unknown-argument"
             )
-        if named[_OLD_NAMES[old]] is not None:
+        if kwargs[_OLD_NAMES[old]] is not None:
             raise ConfigError(
                 f"'{old}' is the old name of '{_OLD_NAMES[old]}'; give one of the two",
                 "argument-twice",
             )
-        named[_OLD_NAMES[old]] = value
-    for name, value in named.items():
+        kwargs[_OLD_NAMES[old]] = value
+    for name, value in kwargs.items():
         if value is None and name != "ref_model":
             raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
-    objects.check_args(named["args"], PPOConfig, "PPOTrainer")
-    return named
+    objects.check_args(kwargs["args"], PPOConfig, "PPOTrainer")
+    return kwargs

@@ -53,11 +53,11 @@ class _PromptsTrainer(BaseTrainer):
         environment_factory: Any = None,
     ) -> None:
         objects.refuse(None, optimizers, rollout_func=rollout_func)
-        named = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
+        model_name = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
         kind = self.config_class
         if args is None:
             name = type(self).__name__.removesuffix("Trainer")
-            args = kind(f"{Path(named).name or 'trainer_output'}-{name}")
+            args = kind(f"{Path(model_name).name or 'trainer_output'}-{name}")
         objects.check_args(args, kind, type(self).__name__)
         arguments.check(args)
         objects.check_objects(model, processing_class, callbacks)
@@ -78,15 +78,17 @@ class _PromptsTrainer(BaseTrainer):
             self._base_is_named = False
         tokenizer = processing_class
         if tokenizer is None:
-            tokenizer = load_tokenizer(resolve(named, silent), args.trust_remote_code)
+            tokenizer = load_tokenizer(resolve(model_name, silent), args.trust_remote_code)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        own = arguments.template_arguments(args)
-        most = arguments.environments(args, sizes)
-        answers = objects.answering(tools, environment_factory, tokenizer, own, most)
+        template_arguments = arguments.template_arguments(args)
+        max_environments = arguments.environments(args, sizes)
+        answers = objects.answering(
+            tools, environment_factory, tokenizer, template_arguments, max_environments
+        )
         if environment_factory is not None:
-            known = positions(policy, generating=True) or math.inf
-            opening = max(1, int(min(LONGEST_OPENING, known - args.max_completion_length)))
+            context_length = positions(policy, generating=True) or math.inf
+            opening = max(1, int(min(LONGEST_OPENING, context_length - args.max_completion_length)))
             answers = replace(answers, opening=opening)
         self._answering = answers
         rewards = objects.Rewards()
@@ -94,16 +96,18 @@ class _PromptsTrainer(BaseTrainer):
             rewards = objects.rewards_of(reward_funcs, reward_processing_classes, args)
         models = {"model": policy, "ref_model": self._reference}
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
-        models = {name: each for name, each in models.items() if each is not None}
+        models = {name: module for name, module in models.items() if module is not None}
         objects.check_shared(models)
-        task = PromptTask(rows, tokenizer, "train_dataset", answers, own)
+        task = PromptTask(rows, tokenizer, "train_dataset", answers, template_arguments)
         self.eval_dataset = eval_dataset
         if arguments.evaluates(args):
             if eval_dataset is None:
                 text = f"eval_strategy = '{args.eval_strategy}' needs eval_dataset; give it"
                 raise ConfigError(text, "no-eval-dataset")
             held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
-            self._held_out = PromptTask(held_out, tokenizer, "eval_dataset", answers, own)
+            self._held_out = PromptTask(
+                held_out, tokenizer, "eval_dataset", answers, template_arguments
+            )
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
         self._describe_rewards(rewards)
 
