@@ -162,8 +162,8 @@ class Bridge:
 
     def breaks_among(self, roles: Iterable[str]) -> str | None:
         """Return the entries of ``breaks_before`` for these roles as one text, or ``None``."""
-        told = "; ".join(self.breaks_before[r] for r in roles if r in self.breaks_before)
-        return f"{told}. {_WHAT_TO_DO}" if told else None
+        reasons = "; ".join(self.breaks_before[r] for r in roles if r in self.breaks_before)
+        return f"{reasons}. {_WHAT_TO_DO}" if reasons else None
 
     # -- prompts and turns -------------------------------------------------------------------------
 
@@ -192,12 +192,12 @@ class Bridge:
         rest = escaped[begin:]
         names = names_of(self._tools if tools is None else tools)
         plain = self._encoder.plain(rest)
-        found = find_calls(rest, plain, self.form, names=names, ended=ended)
+        matches = find_calls(rest, plain, self.form, names=names, ended=ended)
         if ended:  # only now, because a stop string may close a call
             escaped = escaped[: len(before_stop(self._encoder.plain(escaped), self._stop))]
         text = self._without_control(escaped)
         message = Message(role="assistant", content=text)
-        good = [f for f in found if f.call.status == "ok"]
+        good = [f for f in matches if f.call.status == "ok"]
         if good:
             content, at = "", 0
             for start, end, _ in good:
@@ -205,7 +205,7 @@ class Bridge:
                 at = max(at, begin + end)
             message["content"] = self._without_control(content + escaped[at:]).strip()
             message["tool_calls"] = [as_written(f.call) for f in good]
-        return Turn(text, message, tuple(call for _, _, call in found))
+        return Turn(text, message, tuple(call for _, _, call in matches))
 
     def _spelled(self, ids: Sequence[int]) -> str:
         ids = list(ids)
@@ -307,15 +307,15 @@ class Bridge:
         reasoning = _REASONING if reasoned else ""
         if self._opens_reasoning:
             reasoning = reasoning.removeprefix(f"{THINK}\n")
-        said = f"{reasoning}made up answer"
+        content = f"{reasoning}made up answer"
         results = list(takewhile(lambda m: m["role"] == "tool", answers))
         if results and self._shape.writes_calls and (self._shape.text_beside_calls or not reasoned):
-            beside = said if self._shape.text_beside_calls else ""
+            call_content = content if self._shape.text_beside_calls else ""
             for count in dict.fromkeys((len(results), 1)):
                 calls = [self._call(m, mark) for m in results[:count]]
-                turn = Message(role="assistant", content=beside, tool_calls=calls)
-                yield _Start((QUESTION, turn), beside, True)
-        yield _Start((QUESTION, Message(role="assistant", content=said + mark)), said, False)
+                turn = Message(role="assistant", content=call_content, tool_calls=calls)
+                yield _Start((QUESTION, turn), call_content, True)
+        yield _Start((QUESTION, Message(role="assistant", content=content + mark)), content, False)
 
     def _call(self, result: Message, argument: str) -> dict[str, Any]:
         model = made_up("tool")
@@ -372,17 +372,17 @@ class Bridge:
 
     def _goes_on(self, turns: Sequence[_Exchange], system: bool) -> bool:
         """Whether each rendering extends the last, and ends as bridged. True if one is refused."""
-        said = [_SYSTEM, QUESTION] if system else [QUESTION]
-        standing = self._rendered([], before=said)
+        conversation = [_SYSTEM, QUESTION] if system else [QUESTION]
+        standing = self._rendered([], before=conversation)
         goes_on = True
         for answers, reasoned in turns:
             if not goes_on:
                 return True
             shaped = self._shape.messages(answers)
             start = next(self._starts(shaped, reasoned, ""))
-            said = [*said, start.turns[-1], *shaped]
+            conversation = [*conversation, start.turns[-1], *shaped]
             try:
-                rendered = self._rendered([], before=said)
+                rendered = self._rendered([], before=conversation)
             except Exception:
                 return True
             goes_on = _begins(rendered, standing, start.said)
@@ -409,16 +409,16 @@ class Bridge:
 
     def _without_control(self, escaped: str) -> str:
         text, at = "", 0
-        while found := self._encoder.control_in(escaped, at):
-            text += self._encoder.plain(escaped[at : found[0]])
-            at = found[1]
+        while token := self._encoder.control_in(escaped, at):
+            text += self._encoder.plain(escaped[at : token[0]])
+            at = token[1]
         return text + self._encoder.plain(escaped[at:])
 
 
 def _begins(rendered: str, standing: str, said: str) -> bool:
     """Whether a rendering begins with ``standing`` and ``said``, ignoring blanks between them."""
-    behind = rendered[len(standing) :].lstrip()
-    return rendered.startswith(standing) and behind.startswith(said.lstrip())
+    rest = rendered[len(standing) :].lstrip()
+    return rendered.startswith(standing) and rest.startswith(said.lstrip())
 
 
 def as_written(call: ToolCall) -> dict[str, Any]:

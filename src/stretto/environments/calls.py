@@ -74,15 +74,15 @@ class CallFormat:
 
     def __str__(self) -> str:
         call = f'{{"name": ..., "{self.arguments}": {{...}}}}'
-        listed = f"[{call}]" if self.listed else call
-        return f"{self.opening}{listed}{self.closing}".replace("\n", "")
+        body = f"[{call}]" if self.listed else call
+        return f"{self.opening}{body}{self.closing}".replace("\n", "")
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Render calls, each with name and arguments, as the policy should write them."""
-        made = [self._json(call) for call in calls]
+        texts = [self._json(call) for call in calls]
         if self.listed:
-            return f"{self.opening}[{', '.join(made)}]{self.closing}"
-        return "\n".join(f"{self.opening}{one}{self.closing}" for one in made)
+            return f"{self.opening}[{', '.join(texts)}]{self.closing}"
+        return "\n".join(f"{self.opening}{text}{self.closing}" for text in texts)
 
     def _json(self, call: Mapping[str, Any]) -> str:
         value = {"name": call["name"], self.arguments: call["arguments"]}
@@ -102,19 +102,19 @@ def format_of(written: str, name: str, arguments: Mapping[str, Any]) -> CallForm
         written: the text between the turn's header and its end.
         name, arguments: of the call. They must appear nowhere else in the template.
     """
-    for found in re.finditer(r"[\[{]", written):
+    for bracket in re.finditer(r"[\[{]", written):
         try:
-            value, end = json.JSONDecoder().raw_decode(written, found.start())
+            value, end = json.JSONDecoder().raw_decode(written, bracket.start())
         except (ValueError, RecursionError):
             continue
-        listed = isinstance(value, list)
-        call = value[0] if listed and len(value) == 1 else value
+        is_list = isinstance(value, list)
+        call = value[0] if is_list and len(value) == 1 else value
         if not isinstance(call, dict) or call.get("name") != name:
             continue
         keys = [key for key, entry in call.items() if entry == arguments]
         if len(keys) == 1:
-            opening, closing = written[: found.start()], written[end:]
-            return CallFormat(opening, closing, keys[0], listed, "id" in call)
+            opening, closing = written[: bracket.start()], written[end:]
+            return CallFormat(opening, closing, keys[0], is_list, "id" in call)
     return None
 
 
@@ -129,10 +129,10 @@ def find_calls(
         names: of the tools. If empty, any name is valid.
         ended: whether the turn ended by itself. If not, a call without its own end is unclosed.
     """
-    found = _Reader(escaped, plain, form, names, ended)
-    calls = list(found.marked() if form.opening.strip() else found.bare())
-    made = numbered([call for _, _, call in calls])
-    return [Found(f.start, f.end, call) for f, call in zip(calls, made, strict=True)]
+    reader = _Reader(escaped, plain, form, names, ended)
+    calls = list(reader.marked() if form.opening.strip() else reader.bare())
+    numbered_calls = numbered([call for _, _, call in calls])
+    return [Found(f.start, f.end, call) for f, call in zip(calls, numbered_calls, strict=True)]
 
 
 @dataclass
@@ -152,9 +152,9 @@ class _Reader:
     def marked(self) -> Iterator[Found]:
         opening, at = self.form.opening.strip(), 0
         while (start := self.escaped.find(opening, at)) >= 0:
-            value, behind, wrong = self._read(start + len(opening))
-            at, closed = self._close(behind)
-            if closed and not wrong and self._is_more(behind, at):
+            value, json_end, wrong = self._read(start + len(opening))
+            at, closed = self._close(json_end)
+            if closed and not wrong and self._is_more(json_end, at):
                 wrong = "text follows the JSON"
             raw = self.plain[start:at]
             for call in self._calls(value, raw, closed, wrong):
@@ -165,17 +165,17 @@ class _Reader:
         if not self.plain.startswith("{", at):
             return
         while at < len(self.plain):
-            value, behind, wrong = self._read(at)
+            value, json_end, wrong = self._read(at)
             is_call = isinstance(value, dict) and {"name", self.form.arguments} <= value.keys()
             if not (is_call or (wrong and _LIKE_A_CALL.match(self.plain, at))):
                 return
-            follows = _end(_BETWEEN, self.plain, behind)
+            follows = _end(_BETWEEN, self.plain, json_end)
             if wrong or not self.plain.startswith("{", follows):
                 wrong = wrong or ("text follows the JSON" if follows < len(self.plain) else "")
-                follows = behind = len(self.plain)
+                follows = json_end = len(self.plain)
             closed = self.ended or (follows < len(self.plain) and not wrong)
-            for call in self._calls(value, self.plain[at:behind], closed, wrong):
-                yield Found(at, behind, call)
+            for call in self._calls(value, self.plain[at:json_end], closed, wrong):
+                yield Found(at, json_end, call)
             at = follows
 
     def _read(self, start: int) -> tuple[Any, int, str]:
@@ -189,15 +189,15 @@ class _Reader:
             return None, start, f"the JSON is not valid: {first_line(error)}"
         return value, end, ""
 
-    def _close(self, behind: int) -> tuple[int, bool]:
+    def _close(self, json_end: int) -> tuple[int, bool]:
         closing = self.form.closing.strip()
         if not closing:
             return len(self.plain), self.ended
-        at = self.escaped.find(closing, behind)
+        at = self.escaped.find(closing, json_end)
         return (len(self.plain), False) if at < 0 else (at + len(closing), True)
 
-    def _is_more(self, behind: int, end: int) -> bool:
-        return _end(_BLANK, self.plain, behind) < end - len(self.form.closing.strip())
+    def _is_more(self, json_end: int, end: int) -> bool:
+        return _end(_BLANK, self.plain, json_end) < end - len(self.form.closing.strip())
 
     def _calls(self, value: Any, raw: str, closed: bool, wrong: str) -> Iterator[ToolCall]:
         if not closed:
@@ -213,12 +213,12 @@ class _Reader:
 
     def _call(self, value: Any, raw: str) -> ToolCall:
         key = self.form.arguments
-        name, own = _name(value), ""
+        name, call_id = _name(value), ""
         if not isinstance(value, dict):
             return ToolCall(name, {}, "invalid", raw, "", "a call is a JSON object")
         if isinstance(value.get("id"), str) and _OWN_ID.fullmatch(value["id"]):
-            own = value["id"]
-        return checked(name, value.get(key), raw, own, names=self.names, key=key)
+            call_id = value["id"]
+        return checked(name, value.get(key), raw, call_id, names=self.names, key=key)
 
 
 def checked(
@@ -241,20 +241,20 @@ def checked(
 
 def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
     """Give each call of a turn a unique id."""
-    made: list[ToolCall] = []
-    taken = set[str]()
+    numbered_calls: list[ToolCall] = []
+    used_ids = set[str]()
     for n, call in enumerate(calls):
-        own = call.id
-        if not own or own in taken:  # nine letters and digits for Mistral's templates
-            own = blake2b(f"{n} {call.raw}".encode(), digest_size=5).hexdigest()[:9]
-        taken.add(own)
-        made.append(replace(call, id=own))
-    return made
+        call_id = call.id
+        if not call_id or call_id in used_ids:  # nine letters and digits for Mistral's templates
+            call_id = blake2b(f"{n} {call.raw}".encode(), digest_size=5).hexdigest()[:9]
+        used_ids.add(call_id)
+        numbered_calls.append(replace(call, id=call_id))
+    return numbered_calls
 
 
 def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
-    found = pattern.match(text, start)
-    return found.end() if found else start
+    match = pattern.match(text, start)
+    return match.end() if match else start
 
 
 def _name(value: Any) -> str:
@@ -278,10 +278,10 @@ def _is_sound(value: Any) -> bool:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("an object has a key twice")
-    return made
+    return entries
 
 
 def _no_number(text: str) -> NoReturn:

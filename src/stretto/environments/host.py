@@ -139,8 +139,8 @@ class Host:
                 raise
             return {"error": type(error).__name__, "place": describe(error, None)}
         except Exception as error:  # otherwise there would be no answer
-            said = f"{type(error).__name__}: {error}"
-            return {"error": said, "place": describe(error, None)}
+            text = f"{type(error).__name__}: {error}"
+            return {"error": text, "place": describe(error, None)}
 
     async def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
         await self._close(body)
@@ -161,8 +161,8 @@ class Host:
         step.messages = shortened(step.messages, self._characters)
         answer = {**asdict(step), "calls": plain(step.calls)}
         if step.done:
-            earned = await self._finish(body)
-            answer |= {**earned, "reward": summed(step.reward, earned["reward"])}
+            outcome = await self._finish(body)
+            answer |= {**outcome, "reward": summed(step.reward, outcome["reward"])}
         return answer
 
     async def _finish(self, body: Mapping[str, Any]) -> dict[str, Any]:

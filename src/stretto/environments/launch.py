@@ -30,8 +30,8 @@ def is_program(thing: Any) -> bool:
     if not inspect.isroutine(thing):
         return False
     parameters = parameters_of(thing)
-    named = thing.__name__ == "run" and takes_any(parameters)
-    return named or "base_url" in parameters
+    is_run_function = thing.__name__ == "run" and takes_any(parameters)
+    return is_run_function or "base_url" in parameters
 
 
 async def launch(
@@ -42,19 +42,19 @@ async def launch(
     It gets ``base_url`` and ``api_key`` if it names them or takes ``**extra``, and if it names it,
     ``http_client`` (for OpenAI's library).
     """
-    made: Any = program() if inspect.isclass(program) else None
-    function = program if made is None else made.run
+    instance: Any = program() if inspect.isclass(program) else None
+    function = program if instance is None else instance.run
     parameters = parameters_of(function)
-    given: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
+    arguments: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
     if not takes_any(parameters):
-        given = {name: value for name, value in given.items() if name in parameters}
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
     async with AsyncExitStack() as stack:
         if HTTP_CLIENT in parameters:
             require("openai", "judge", "a program that takes http_client")
             from openai import DefaultAsyncHttpxClient
 
-            given[HTTP_CLIENT] = await stack.enter_async_context(DefaultAsyncHttpxClient())
-        return await call(partial(function, dict(data), **given))
+            arguments[HTTP_CLIENT] = await stack.enter_async_context(DefaultAsyncHttpxClient())
+        return await call(partial(function, dict(data), **arguments))
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -59,10 +59,10 @@ def made(factory: Any, row: Row, settings: Mapping[str, Any]) -> Any:
     if hasattr(factory, "from_dict"):  # rLLM's
         return factory.from_dict(dict(row))
     values = {"row": dict(row), "extras": dict(row)}
-    named = parameters_of(factory)
-    if "env_config" in named:
+    parameters = parameters_of(factory)
+    if "env_config" in parameters:
         values["env_config"] = config_for(factory, settings)
-    return factory(**{name: value for name, value in values.items() if name in named})
+    return factory(**{name: value for name, value in values.items() if name in parameters})
 
 
 def accepted(function: Callable[..., Any], values: Row) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class VerlTool:
     async def create(self, row: Row, run: Runner) -> str:
         """Create the instance of an episode and return its id."""
         extra = row.get("extra_info")
-        every = row.get("tools_kwargs") or (
+        kwargs_by_tool = row.get("tools_kwargs") or (
             isinstance(extra, Mapping) and extra.get("tools_kwargs")
         )
-        own = (every or {}).get(self.name) or {}
-        values = dict(own.get("create_kwargs") or {})
+        tool_kwargs = (kwargs_by_tool or {}).get(self.name) or {}
+        values = dict(tool_kwargs.get("create_kwargs") or {})
         values = {**values, "create_kwargs": values, "instance_id": str(uuid4())}
         create = self._tool.create
         result = await run(partial(create, **accepted(create, values)), self._tool)

@@ -35,8 +35,8 @@ def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[s
             "environments-mixed",
         )
     if environment_factory is None:
-        found = list(tools or ()) if isinstance(tools, list | tuple | None) else [tools]
-        for tool in found:
+        tool_list = list(tools or ()) if isinstance(tools, list | tuple | None) else [tools]
+        for tool in tool_list:
             if not (inspect.isroutine(tool) or is_verl(tool)):
                 raise ConfigError(
                     f"tools are functions; got {tool!r:.80}. Give functions, or name them in "
@@ -45,10 +45,12 @@ def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[s
                 )
             if inspect.isroutine(tool):
                 schema_of(tool, tool.__name__)
-        return {getattr(tool, "__name__", type(tool).__name__): tool for tool in found}
+        return {getattr(tool, "__name__", type(tool).__name__): tool for tool in tool_list}
     if isinstance(environment_factory, Mapping):
-        made = {key: _factory(repr(key), each, most) for key, each in environment_factory.items()}
-        return {"environments": made}
+        factories = {
+            key: _factory(repr(key), factory, most) for key, factory in environment_factory.items()
+        }
+        return {"environments": factories}
     name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
     return {name: _factory(name, environment_factory, most)}
 

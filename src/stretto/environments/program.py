@@ -60,15 +60,15 @@ class PlacedPrograms:
         place, number = self._places[group % len(self._places)], next(self._number)
         await asyncio.to_thread(place.start)  # restarts a lost process
         arguments = {"data": plain(dict(data)), "base_url": base_url, "api_key": api_key}
-        asked = {"do": "run", "episode": number, "arguments": arguments}
+        request = {"do": "run", "episode": number, "arguments": arguments}
         try:
-            found = await answer_of(place, asked)
+            answer = await answer_of(place, request)
         except asyncio.CancelledError:
             place.ask({"do": "stop", "episode": number})
             raise
-        if "error" in found:
-            raise RewardError(str(found.get("place") or found["error"]), code="program-raised")
-        return found["result"]
+        if "error" in answer:
+            raise RewardError(str(answer.get("place") or answer["error"]), code="program-raised")
+        return answer["result"]
 
 
 @dataclass
@@ -133,18 +133,18 @@ class ProgramEnvironment:
 
     async def _next(self, episode: _Episode) -> Observation:
         limit = self._config.timeout_s
-        asked = asyncio.ensure_future(episode.session.next())
-        waited: tuple[asyncio.Future[Any], ...] = (episode.program, asked)
+        request = asyncio.ensure_future(episode.session.next())
+        futures: tuple[asyncio.Future[Any], ...] = (episode.program, request)
         try:
-            await asyncio.wait(waited, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done() and not episode.program.done():
-                observation = asked.result()
+            await asyncio.wait(futures, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if request.done() and not episode.program.done():
+                observation = request.result()
                 episode.samples.add(observation.rollout_id)
                 return observation
         finally:
-            asked.cancel()
+            request.cancel()
             with suppress(asyncio.CancelledError):
-                await asked
+                await request
         if not episode.program.done():
             await self._stop(episode)
             why = f"the program asked for nothing and did not end in {limit:g} s"

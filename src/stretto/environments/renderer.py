@@ -103,20 +103,20 @@ class RendererBridge(Bridge):
         """Raise ConfigError unless the renderer and the template agree on a prompt."""
         super().__init__(encoder, tools, end_tokens, stop, arguments)
         self._renderer = renderer
-        own, text = self.prompt([QUESTION])
+        template_ids, text = self.prompt([QUESTION])
         options = {"tools": self._listed(None), "add_generation_prompt": True}
-        other = list(renderer.render_ids([dict(QUESTION)], **options))
-        if own != other:
+        ids = list(renderer.render_ids([dict(QUESTION)], **options))
+        if template_ids != ids:
             raise ConfigError(
-                f"the library 'renderers' reads a question as {self._encoder.spelled(other)!r}, "
+                f"the library 'renderers' reads a question as {self._encoder.spelled(ids)!r}, "
                 f"and the model's chat template as {text!r}; its calls of tools cannot be read. "
                 "Use the template that the model came with, or another model",
                 "renderer-differs",
             )
 
     def _with(self, arguments: Mapping[str, Any]) -> Bridge:
-        how = self._encoder, self._tools, self._end_tokens, self._renderer
-        return RendererBridge(*how, self._stop, arguments)
+        settings = self._encoder, self._tools, self._end_tokens, self._renderer
+        return RendererBridge(*settings, self._stop, arguments)
 
     def _listed(self, tools: Tools | None) -> list[dict[str, Any]] | None:
         """Return tools in the form of renderers: only the functions."""

@@ -76,11 +76,11 @@ def read_step(result: Any) -> Step:
         observation, reward = result[:2]
         done = bool(result[2]) or (len(result) == 5 and bool(result[3]))
         return _step(observation, reward, done)
-    found = _fields(result)
-    if found is None:
+    fields = _fields(result)
+    if fields is None:
         return _step(result, None, done=False)
-    done = any(bool(found.get(name)) for name in _DONE)
-    return _step(_observed(found), _first(found, _REWARD), done)
+    done = any(bool(fields.get(name)) for name in _DONE)
+    return _step(_observed(fields), _first(fields, _REWARD), done)
 
 
 def _fields(result: Any) -> dict[str, Any] | None:
@@ -90,18 +90,18 @@ def _fields(result: Any) -> dict[str, Any] | None:
     names = (*_OBSERVATION, *_REWARD, *_DONE)
     if not any(hasattr(result, name) for name in (*_DONE, "observation")):
         return None
-    known = {name: getattr(result, name) for name in names if hasattr(result, name)}
-    return {**getattr(result, "__dict__", {}), **known}
+    attributes = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    return {**getattr(result, "__dict__", {}), **attributes}
 
 
-def _observed(found: Mapping[str, Any]) -> Any:
+def _observed(fields: Mapping[str, Any]) -> Any:
     """Return the observation of a result, or else its other fields as text (OpenEnv)."""
-    if any(name in found for name in _OBSERVATION):
-        return _first(found, _OBSERVATION)
-    known = {*_REWARD, *_DONE, *_UNREAD}
-    own = {k: v for k, v in found.items() if k not in known and not k.startswith("_")}
-    texts = [value for value in own.values() if isinstance(value, str)]
-    return (texts[0] if len(texts) == len(own) == 1 else as_text(own)) if own else None
+    if any(name in fields for name in _OBSERVATION):
+        return _first(fields, _OBSERVATION)
+    reserved = {*_REWARD, *_DONE, *_UNREAD}
+    extras = {k: v for k, v in fields.items() if k not in reserved and not k.startswith("_")}
+    texts = [value for value in extras.values() if isinstance(value, str)]
+    return (texts[0] if len(texts) == len(extras) == 1 else as_text(extras)) if extras else None
 
 
 def read_opening(result: Any, *, replaces: bool = False) -> Opening:
@@ -111,10 +111,10 @@ def read_opening(result: Any, *, replaces: bool = False) -> Opening:
     """
     if isinstance(result, tuple):
         result = result[0] if result else None
-    found = _fields(result)
-    if found is not None:
-        opening = read_opening(_observed(found), replaces=replaces)
-        opening.tools = plain(found["tools"]) if found.get("tools") else None
+    fields = _fields(result)
+    if fields is not None:
+        opening = read_opening(_observed(fields), replaces=replaces)
+        opening.tools = plain(fields["tools"]) if fields.get("tools") else None
         return opening
     if result is None:
         return Opening()
@@ -130,9 +130,9 @@ def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
     roles = (entry.get("role") if isinstance(entry, Mapping) else None for entry in one)
     if one and not isinstance(observation, str) and all(isinstance(r, str) for r in roles):
         return [_message(entry) for entry in one], False
-    found = None if isinstance(observation, Mapping) else _fields(observation)
-    if found is not None:
-        observation = _observed(found) or ""
+    fields = None if isinstance(observation, Mapping) else _fields(observation)
+    if fields is not None:
+        observation = _observed(fields) or ""
     if _is_content(observation):
         observation = "".join(map(_text_of, observation))
     if isinstance(observation, str | bytes | bytearray):
@@ -183,64 +183,64 @@ def read_result(result: Any) -> tuple[Any, float | None, Any]:
 
 def _is_response(value: Any) -> bool:
     """Whether a value is verl's ToolResponse. Only its text can be used."""
-    named = all(hasattr(value, name) for name in ("text", "image", "video"))
-    return named and not isinstance(value, type)
+    has_fields = all(hasattr(value, name) for name in ("text", "image", "video"))
+    return has_fields and not isinstance(value, type)
 
 
 def _message(entry: Mapping[str, Any]) -> dict[str, Any]:
-    others = {str(key): plain(value) for key, value in entry.items() if key != "content"}
+    other_fields = {str(key): plain(value) for key, value in entry.items() if key != "content"}
     content = entry.get("content")
     if isinstance(content, list) and _is_content(content):
         content = "".join(map(_text_of, content))
-    return {**others, "content": "" if content is None else as_text(content)}
+    return {**other_fields, "content": "" if content is None else as_text(content)}
 
 
-def _first(found: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((found[name] for name in names if found.get(name) is not None), None)
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def shortened(messages: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
     """Cut the text of each message. ``left_out`` is the number of characters removed."""
     short = []
     for message in messages:
-        over = len(message["content"]) - characters
-        if over > 0:
-            message = {**message, "content": message["content"][:characters], "left_out": over}
+        excess = len(message["content"]) - characters
+        if excess > 0:
+            message = {**message, "content": message["content"][:characters], "left_out": excess}
         short.append(message)
     return short
 
 
 def summed(*rewards: float | None) -> float | None:
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None
+    numbers = [reward for reward in rewards if reward is not None]
+    return sum(numbers) if numbers else None
 
 
 def bounded(value: Any, characters: int) -> Any:
     """Cut plain data to a total number of characters. Numbers are kept first."""
-    left = characters
+    budget = characters
 
     def cut(entry: Any) -> Any:
-        nonlocal left
+        nonlocal budget
         if isinstance(entry, str):
-            kept = entry[: max(0, left)]
-            left -= len(entry)
-            over = len(entry) - len(kept)
-            return f"{kept} [{over} more characters were left out]" if over else kept
+            prefix = entry[: max(0, budget)]
+            budget -= len(entry)
+            excess = len(entry) - len(prefix)
+            return f"{prefix} [{excess} more characters were left out]" if excess else prefix
         if isinstance(entry, dict):
-            made = {}
+            entries = {}
             for key in sorted(entry, key=lambda k: isinstance(entry[k], str | dict | list)):
-                left -= len(key) + 1
-                if left < 0:
+                budget -= len(key) + 1
+                if budget < 0:
                     break
-                made[key] = cut(entry[key])
-            return {key: made[key] for key in entry if key in made}
+                entries[key] = cut(entry[key])
+            return {key: entries[key] for key in entry if key in entries}
         if isinstance(entry, list):
             kept_entries = []
-            for each in entry:
-                left -= 1
-                if left < 0:
+            for element in entry:
+                budget -= 1
+                if budget < 0:
                     break
-                kept_entries.append(cut(each))
+                kept_entries.append(cut(element))
             return kept_entries
         return entry
 

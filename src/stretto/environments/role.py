@@ -105,8 +105,8 @@ class EnvironmentRole:
         self._lost_starts = [0] * len(places)  # ``Place.starts`` at the last counted loss
         ready = places[0].ready
         self._functions = ready["kind"] == "functions"
-        own = ready["replay"] or ("recorded" if self._functions else "pure")
-        self._replay = own if config.replay == "auto" else config.replay
+        default_replay = ready["replay"] or ("recorded" if self._functions else "pure")
+        self._replay = default_replay if config.replay == "auto" else config.replay
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         """Open the episode of a response, or restore it from its log in a new environment."""
@@ -143,9 +143,9 @@ class EnvironmentRole:
                 response.id, 0, _NO_TOKENS, ended_by="environment", record={"failure": why}
             )
         self._episodes[live.id] = live
-        changed = self._changed(live, prompt, opening)
-        live.prompt = changed or prompt
-        return Observation(response.id, 0, _NO_TOKENS, prompt=changed)
+        new_prompt = self._changed(live, prompt, opening)
+        live.prompt = new_prompt or prompt
+        return Observation(response.id, 0, _NO_TOKENS, prompt=new_prompt)
 
     async def step(self, response: Response) -> Observation:
         """Answer the last turn of a response.
@@ -157,23 +157,23 @@ class EnvironmentRole:
             raise self._lost(response.id, "it was not opened")
         live.samples.add(response.id)
         cut = response.finish is FinishReason.LENGTH
-        drawn = response.tokens[response.turn_start :].tolist()
-        turn = live.bridge.parse(drawn, ended=not cut, tools=live.tools)
+        turn_tokens = response.tokens[response.turn_start :].tolist()
+        turn = live.bridge.parse(turn_tokens, ended=not cut, tools=live.tools)
         why = limit_of(response, live.turns, live.began_s, self._config)
-        asked = _as_plain(turn, live.turns, response, cut=cut)
+        turn_data = _as_plain(turn, live.turns, response, cut=cut)
         live.turns += 1
         answer: Answer = {"messages": [], "done": not turn.calls, "reward": None, "calls": []}
         if not self._functions or (turn.calls and not why):
-            answer = self._read(await self._ask(live, asked))
+            answer = self._read(await self._ask(live, turn_data))
         reward, failure = answer["reward"], answer.get("failure")
         if why and not (answer["done"] or self._functions):
-            ended = await self._ask(live, {"do": "finish"})
-            reward, failure = summed(reward, ended.get("reward")), ended.get("failure", failure)
-        live.history.append((asked, answer))
+            final = await self._ask(live, {"do": "finish"})
+            reward, failure = summed(reward, final.get("reward")), final.get("failure", failure)
+        live.history.append((turn_data, answer))
         if answer["done"] and not cut:
             why = "environment"
         record = {"calls": answer["calls"], "read_as": answer.get("read_as"), "failure": failure}
-        seen = Observation(
+        observation = Observation(
             response.id,
             live.number + 1,
             _NO_TOKENS,
@@ -182,12 +182,12 @@ class EnvironmentRole:
             messages=(turn.message, *answer["messages"]),
             record={key: value for key, value in record.items() if value},
         )
-        seen = await self._appended(live, response, seen)
-        if seen.ended_by and self._judges:
-            seen = await self._judged(live, response, seen)
-        live.number = seen.number
-        live.messages += (*seen.left, *seen.messages)
-        return seen
+        observation = await self._appended(live, response, observation)
+        if observation.ended_by and self._judges:
+            observation = await self._judged(live, response, observation)
+        live.number = observation.number
+        live.messages += (*observation.left, *observation.messages)
+        return observation
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Drop samples, and close the episodes that have none left. Unknown ids are ignored."""
@@ -206,52 +206,60 @@ class EnvironmentRole:
     def close(self) -> None:
         close_all(self._places)
 
-    async def _appended(self, live: _Live, response: Response, seen: Observation) -> Observation:
-        if seen.ended_by:
-            return seen
+    async def _appended(
+        self, live: _Live, response: Response, observation: Observation
+    ) -> Observation:
+        if observation.ended_by:
+            return observation
         standing = [*response.prompt.tokens, *response.tokens.tolist()]
-        said = seen.messages[1:]
-        context = live.bridge.context(standing, said, prompt=_conversation(response.prompt))
+        new_messages = observation.messages[1:]
+        context = live.bridge.context(standing, new_messages, prompt=_conversation(response.prompt))
         if context is None:
             if self._config.on_break == "refuse":
                 raise ConfigError(
                     f"environment.on_break = 'refuse': {live.bridge.breaks}",
                     "template-rewrites-history",
                 )
-            prompt = self._rendered(live, response.prompt, [*live.messages, *seen.messages])
+            prompt = self._rendered(live, response.prompt, [*live.messages, *observation.messages])
             if len(prompt.tokens) <= self._max_prompt_tokens:
                 live.forks += 1
                 fork = fork_id(live.id, live.forks)
                 live.samples.add(fork)
                 return replace(
-                    seen, rollout_id=fork, prompt=prompt, messages=(), left=seen.messages
+                    observation,
+                    rollout_id=fork,
+                    prompt=prompt,
+                    messages=(),
+                    left=observation.messages,
                 )
         elif response.sampling is None or (
             len(response) + len(context) < response.sampling.max_new_tokens
         ):
-            return replace(seen, tokens=np.array(context, np.int32))
+            return replace(observation, tokens=np.array(context, np.int32))
         # The answer does not fit the context: end without it, because the policy cannot read it.
-        ended = await self._ask(live, {"do": "finish"})
-        reward = summed(seen.reward, ended.get("reward"))
-        failure = {"failure": ended["failure"]} if "failure" in ended else {}
+        final = await self._ask(live, {"do": "finish"})
+        reward = summed(observation.reward, final.get("reward"))
+        failure = {"failure": final["failure"]} if "failure" in final else {}
         return replace(
-            seen,
+            observation,
             reward=reward,
             ended_by="tokens",
-            messages=seen.messages[:1],
-            record={**seen.record, **failure},
+            messages=observation.messages[:1],
+            record={**observation.record, **failure},
         )
 
-    async def _judged(self, live: _Live, response: Response, seen: Observation) -> Observation:
-        told = (*live.messages[len(live.begun) :], *seen.messages)
+    async def _judged(
+        self, live: _Live, response: Response, observation: Observation
+    ) -> Observation:
+        messages = (*live.messages[len(live.begun) :], *observation.messages)
         cut = response.finish is FinishReason.LENGTH
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
-        ended = replace(response, prompt=live.prompt, finish=finish, messages=told)
+        episode_response = replace(response, prompt=live.prompt, finish=finish, messages=messages)
         scores: dict[str, Verdict] = {}
         samples = {}
         for judge in self._judges:
             try:
-                samples[judge.name] = judge.sample(ended)
+                samples[judge.name] = judge.sample(episode_response)
             except RewardError as error:
                 scores[judge.name] = {"error": str(error)}
         answer = await self._ask(live, {"do": "score", "samples": samples})
@@ -259,8 +267,8 @@ class EnvironmentRole:
         scores |= answer.get("scores") or dict.fromkeys(samples, failed)
         for judge in self._judges:
             if (why := scores[judge.name].get("error")) is not None:
-                scores[judge.name] = {"error": judge.failure(ended, why)}
-        return replace(seen, record={**seen.record, "scores": scores})
+                scores[judge.name] = {"error": judge.failure(episode_response, why)}
+        return replace(observation, record={**observation.record, "scores": scores})
 
     def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
         """Return the prompt after the environment's opening, or ``None`` if it is unchanged."""
@@ -268,16 +276,16 @@ class EnvironmentRole:
         live.messages = list(live.begun)
         if live.messages == live.asked and not opening["tools"]:
             return None
-        changed = self._rendered(live, prompt, live.messages)
-        if len(changed.tokens) > self._max_prompt_tokens:
+        new_prompt = self._rendered(live, prompt, live.messages)
+        if len(new_prompt.tokens) > self._max_prompt_tokens:
             raise TaskError(
-                f"an environment made a prompt of {len(changed.tokens)} tokens, and "
+                f"an environment made a prompt of {len(new_prompt.tokens)} tokens, and "
                 f"task.max_prompt_tokens = {self._max_prompt_tokens}; raise that limit (in a "
                 "trainer in TRL's form, the longest prompt and some more), or let the environment "
                 "say less when it is opened",
                 "prompts-too-long",
             )
-        return changed
+        return new_prompt
 
     def _rendered(self, live: _Live, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         ids, text = live.bridge.prompt(messages, live.tools)
@@ -293,21 +301,21 @@ class EnvironmentRole:
 
     def _shortened(self, message: Mapping[str, Any]) -> Message:
         limit, text = self._config.max_observation_tokens, message["content"]
-        over, kept = message.get("left_out", 0), text[: CHARACTERS_PER_TOKEN * limit]
-        over += len(text) - len(kept)
-        while count := len(self._encoder.ids(self._encoder.escape(kept))):
+        excess, content = message.get("left_out", 0), text[: CHARACTERS_PER_TOKEN * limit]
+        excess += len(text) - len(content)
+        while count := len(self._encoder.ids(self._encoder.escape(content))):
             if count <= limit:
                 break
-            shorter = kept[: min(len(kept) * limit // count, len(kept) - 1)]
-            over, kept = over + len(kept) - len(shorter), shorter
-        if over:
-            kept = f"{kept}\n[{over} more characters were left out]"
-        others = {key: value for key, value in message.items() if key != "left_out"}
-        return cast(Message, {**others, "content": kept})
+            shorter = content[: min(len(content) * limit // count, len(content) - 1)]
+            excess, content = excess + len(content) - len(shorter), shorter
+        if excess:
+            content = f"{content}\n[{excess} more characters were left out]"
+        other_fields = {key: value for key, value in message.items() if key != "left_out"}
+        return cast(Message, {**other_fields, "content": content})
 
     async def _ask(self, live: _Live, body: Mapping[str, Any] | None) -> Answer:
         """Return the answer to a body (None: the opening). After a loss, restore and retry once."""
-        how = ""
+        reason = ""
         for _ in range(2):
             try:
                 if body is None:
@@ -316,28 +324,28 @@ class EnvironmentRole:
                 if live.starts != self._places[live.place].starts:
                     await self._reopen(live)
                     await self._replayed(live)
-                asked = body if "do" in body else {"do": "step", "turn": body}
-                return await self._answer(live, asked)
+                request = body if "do" in body else {"do": "step", "turn": body}
+                return await self._answer(live, request)
             except ProcessLostError as error:
-                live.starts, how = -1, str(error)
+                live.starts, reason = -1, str(error)
             except asyncio.CancelledError:
                 live.starts = -1  # its state is unknown: the step may have run
                 raise
         if body is not None and body.get("do") == "score":
-            return {"error": how}
+            return {"error": reason}
         if body is None or not self._functions:
-            raise self._lost(live.id, how)
-        said = f"the process of the tools was lost: {how}"
-        failed = [
-            {"role": "tool", "name": call["name"], "content": error_text(said)}
+            raise self._lost(live.id, reason)
+        failure = f"the process of the tools was lost: {reason}"
+        messages = [
+            {"role": "tool", "name": call["name"], "content": error_text(failure)}
             | ({"tool_call_id": call["id"]} if call["id"] else {})
             for call in body["calls"]
         ]
         records = [
-            {key: call[key] for key in ("name", "arguments", "status")} | {"error": said}
+            {key: call[key] for key in ("name", "arguments", "status")} | {"error": failure}
             for call in body["calls"]
         ]
-        return {"messages": failed, "done": False, "reward": None, "calls": records}
+        return {"messages": messages, "done": False, "reward": None, "calls": records}
 
     async def _start(self, live: _Live) -> int:
         place = self._places[live.place]
@@ -350,12 +358,12 @@ class EnvironmentRole:
 
     async def _opened(self, live: _Live) -> Answer:
         starts = await self._start(live)
-        asked = {"do": "open", "row": live.row, "messages": live.asked}
-        opening = await self._answer(live, asked)
+        request = {"do": "open", "row": live.row, "messages": live.asked}
+        opening = await self._answer(live, request)
         live.starts, live.tools = starts, opening.get("tools")
-        if brought := tools_in(live.row, self.tools_column):
-            own = self._places[0].ready["tools"] if live.tools is None else live.tools
-            live.tools = [*own, *brought]
+        if row_tools := tools_in(live.row, self.tools_column):
+            episode_tools = self._places[0].ready["tools"] if live.tools is None else live.tools
+            live.tools = [*episode_tools, *row_tools]
         return opening
 
     async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:
@@ -408,31 +416,36 @@ class EnvironmentRole:
     async def _replayed(self, live: _Live) -> None:
         if self._replay == "recorded":
             return
-        for number, (asked, expected) in enumerate(live.history, 1):
-            answer = self._read(await self._answer(live, {"do": "step", "turn": asked}))
+        for number, (turn_data, expected) in enumerate(live.history, 1):
+            answer = self._read(await self._answer(live, {"do": "step", "turn": turn_data}))
             if any(answer[key] != expected[key] for key in ("messages", "reward")):
                 live.starts = -1
                 raise self._lost(live.id, f"turn {number} has another answer than it had")
 
     def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
         live.turns, live.number = len(log) - 1, log[-1].number
-        live.messages += [message for seen in log for message in (*seen.left, *seen.messages)]
-        live.samples |= {seen.rollout_id for seen in log}
+        live.messages += [
+            message for observation in log for message in (*observation.left, *observation.messages)
+        ]
+        live.samples |= {observation.rollout_id for observation in log}
         live.forks = max(abs(sample - live.id) for sample in live.samples) // FORKS
         if self._replay == "recorded":
             return
         turns = _turns(response)
         if len(turns) < len(log) - 1:
             raise self._lost(response.id, "some of its turns are in other samples")
-        for at, seen in enumerate(log[1:]):
+        for at, observation in enumerate(log[1:]):
             turn = live.bridge.parse(turns[at], ended=True, tools=live.tools)
-            answer = {"messages": list((*seen.left, *seen.messages)[1:]), "reward": seen.reward}
-            asked = _as_plain(turn, at, response, cut=False, tokens=turns[at])
-            live.history.append((asked, answer))
+            answer = {
+                "messages": list((*observation.left, *observation.messages)[1:]),
+                "reward": observation.reward,
+            }
+            turn_data = _as_plain(turn, at, response, cut=False, tokens=turns[at])
+            live.history.append((turn_data, answer))
 
-    def _lost(self, rollout_id: int, how: str) -> EpisodeLostError:
+    def _lost(self, rollout_id: int, reason: str) -> EpisodeLostError:
         return EpisodeLostError(
-            f"the episode of rollout {rollout_id} cannot go on in another environment: {how}",
+            f"the episode of rollout {rollout_id} cannot go on in another environment: {reason}",
             [rollout_id],
             "episode-lost",
         )
@@ -445,8 +458,8 @@ def limit_of(response: Response, turns: int, began_s: float, config: Environment
     """
     if response.finish is FinishReason.LENGTH:
         sampling = response.sampling
-        whole = sampling is None or len(response) >= sampling.max_new_tokens
-        return "tokens" if whole else "turn_tokens"
+        is_full = sampling is None or len(response) >= sampling.max_new_tokens
+        return "tokens" if is_full else "turn_tokens"
     if turns + 1 >= config.max_turns:
         return "turns"
     over = config.max_seconds and time.monotonic() - began_s > config.max_seconds
@@ -481,9 +494,9 @@ def _joined(messages: Sequence[Message], text: str) -> list[Message]:
 
 def _turns(response: Response) -> list[list[int]]:
     """Return the tokens of each turn of a response, including an unfinished one."""
-    drawn = sampled_of(response)
-    starts = np.flatnonzero(np.diff(drawn, prepend=False) & drawn)
-    ends = np.flatnonzero(np.diff(drawn, append=False) & drawn) + 1
+    mask = sampled_of(response)
+    starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
+    ends = np.flatnonzero(np.diff(mask, append=False) & mask) + 1
     return [response.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
 
 

@@ -253,9 +253,9 @@ def _value(result: Any, error: BaseException | None) -> Any:
         return result
     if isinstance(error, CallError):
         raise error
-    said = str(error)
+    text = str(error)
     raise CallError(
-        f"{type(error).__name__}: {said}" if said else type(error).__name__, describe(error, None)
+        f"{type(error).__name__}: {text}" if text else type(error).__name__, describe(error, None)
     ) from error
 
 

@@ -150,10 +150,10 @@ class _Known:
 
     def rest_of(self, messages: Sequence[str], tools: str) -> int | None:
         """Return how many messages a conversation adds to this one, or ``None`` if it does not."""
-        known = len(self.messages)
-        if tools != self.tools or list(messages[:known]) != self.messages:
+        length = len(self.messages)
+        if tools != self.tools or list(messages[:length]) != self.messages:
             return None
-        rest = len(messages) - known
+        rest = len(messages) - length
         return rest if (rest > 0) == self.after_turn else None
 
 
@@ -222,17 +222,17 @@ class Session:
         ConfigError if it cannot render conversations.
         """
         bridge = self._bridges.of(tools, self._arguments)
-        keys, shown = [_key(m) for m in messages], _canonical(list(tools))
-        for known in sorted(self._known, key=lambda k: len(k.messages), reverse=True):
-            rest = known.rest_of(keys, shown)
+        keys, tools_key = [_key(m) for m in messages], _canonical(list(tools))
+        for conversation in sorted(self._known, key=lambda k: len(k.messages), reverse=True):
+            rest = conversation.rest_of(keys, tools_key)
             if rest is None:
                 continue
             context: list[int] | None = []
             new = tuple(messages[len(messages) - rest :]) if rest else ()
             if rest:
-                context = bridge.context(known.tokens, new, prompt=messages)
+                context = bridge.context(conversation.tokens, new, prompt=messages)
             if context is not None:
-                tokens = (*known.tokens, *context)
+                tokens = (*conversation.tokens, *context)
                 self._read[tokens] = _Read(tuple(messages), new, tools)
                 return tokens
             if self._limits.on_break == "refuse":
@@ -243,8 +243,8 @@ class Session:
 
     def arguments_of(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row's template arguments. Those of a request are ignored, and noted."""
-        held = {**self._encoder.arguments, **self._arguments}
-        if {**held, **arguments} != held:
+        template_arguments = {**self._encoder.arguments, **self._arguments}
+        if {**template_arguments, **arguments} != template_arguments:
             self.note([ARGUMENTS])
         return self._arguments
 
@@ -258,10 +258,10 @@ class Session:
     ) -> None:
         """Remember a turn with its message, as the program received it."""
         keys = [_key(m) for m in messages]
-        shown = _canonical(list(tools))
+        tools_key = _canonical(list(tools))
         before = tuple(tokens)
-        after = _Known([*keys, _key(message)], shown, (*before, *turn), True)
-        self._known += [_Known(keys, shown, before, False), after]
+        after = _Known([*keys, _key(message)], tools_key, (*before, *turn), True)
+        self._known += [_Known(keys, tools_key, before, False), after]
 
     def submit(self, requests: Sequence[tuple[Sequence[int], Sampling]]) -> Asked:
         """Queue a request. Requests of one session are answered in order, one at a time.
@@ -273,19 +273,19 @@ class Session:
         tokens, sampling = tuple(request[0]), request[1]
         if sampling.distribution not in (self._limits.distribution, _PLAIN) or sampling.seed:
             self.note(["temperature, top_p, top_k or seed"])
-        asked = Asked(self, tokens, sampling.max_new_tokens, sampling.stop)
+        pending = Asked(self, tokens, sampling.max_new_tokens, sampling.stop)
         if self._lost and self._lost[0] == tokens:
-            asked.answer(self._lost[1])
+            pending.answer(self._lost[1])
             self._lost = None
         elif self._closed:
             self._refused = True
             raise self._closed
         elif self._current and not self._current.is_open and self._current.tokens == tokens:
-            self._current = asked
+            self._current = pending
         else:
-            self._waiting.append(asked)
+            self._waiting.append(pending)
             self._came.set()
-        return asked
+        return pending
 
     def gone(self, asked: Asked) -> None:
         """Drop a request whose client has gone. Its turn is kept for a retry."""
@@ -307,17 +307,17 @@ class Session:
             while not self._waiting:
                 self._came.clear()
                 await self._came.wait()
-            asked = self._waiting.pop(0)
+            pending = self._waiting.pop(0)
             try:
-                observation = self._observation(asked.tokens)
-                if asked.stop:
-                    observation = replace(observation, stop=asked.stop)
-                if asked.most < self._limits.response:
-                    observation = replace(observation, max_turn_tokens=asked.most)
+                observation = self._observation(pending.tokens)
+                if pending.stop:
+                    observation = replace(observation, stop=pending.stop)
+                if pending.most < self._limits.response:
+                    observation = replace(observation, max_turn_tokens=pending.most)
             except EngineError as error:
-                asked.refuse(error)
+                pending.refuse(error)
                 continue
-            self._current = asked
+            self._current = pending
             return observation
 
     def deliver(self, response: Response, ended_by: str = "") -> None:
@@ -335,16 +335,16 @@ class Session:
         self._last = response.id
         self._unsaid[response.id] = self._message(turn.tolist(), ended=not cut)
         self.version, self.turns = response.version, self.turns + 1
-        asked, self._current = self._current, None
-        if asked and not asked.is_open:  # the client may have sent it again
-            tokens = asked.tokens
-            asked = next((a for a in self._waiting if a.tokens == tokens), None)
-            if asked:
-                self._waiting.remove(asked)
+        pending, self._current = self._current, None
+        if pending and not pending.is_open:  # the client may have sent it again
+            tokens = pending.tokens
+            pending = next((a for a in self._waiting if a.tokens == tokens), None)
+            if pending:
+                self._waiting.remove(pending)
             else:
                 self._lost = tokens, chunk
-        if asked:
-            asked.answer(chunk)
+        if pending:
+            pending.answer(chunk)
         if ended_by:
             self._over(ended_by)
 
@@ -366,15 +366,15 @@ class Session:
         """Refuse all open and later requests."""
         self._closed = self._closed or _over("the episode is over")
         waiting, self._waiting = self._waiting, []
-        for asked in [*waiting, *([self._current] if self._current else [])]:
-            asked.refuse(self._closed)
+        for pending in [*waiting, *([self._current] if self._current else [])]:
+            pending.refuse(self._closed)
 
     def _over(self, limit: str) -> None:
         self.limit = limit
         self._closed = _over(f"the episode has no more turns; it reached its limit of {limit}")
-        for asked in self._waiting:
+        for pending in self._waiting:
             self._refused = True
-            asked.refuse(self._closed)
+            pending.refuse(self._closed)
         self._waiting.clear()
 
     def _observation(self, tokens: tuple[int, ...]) -> Observation:
@@ -387,24 +387,24 @@ class Session:
         room = self._limits.response - self._responses[sample] - len(context)
         if room < 1:
             raise _too_long(len(tokens) + 1, len(tokens) + room)
-        told = read.new if read else (Message(role="user", content=self._text(context)),)
+        new_messages = read.new if read else (Message(role="user", content=self._text(context)),)
         turn = self._unsaid.pop(sample, None)
         self._number += 1
         return Observation(
             sample,
             self._number,
             np.array(context, np.int32),
-            messages=(*((turn,) if turn else ()), *told),
+            messages=(*((turn,) if turn else ()), *new_messages),
         )
 
     def _extended(self, tokens: tuple[int, ...]) -> int | None:
         """Return the sample whose tokens are the longest proper prefix of these."""
-        found = [
+        matches = [
             (len(standing), sample)
             for sample, standing in self._standing.items()
             if len(standing) < len(tokens) and tokens[: len(standing)] == standing
         ]
-        return max(found)[1] if found else None
+        return max(matches)[1] if matches else None
 
     def _begun(self, tokens: tuple[int, ...], messages: tuple[Message, ...] | None) -> Observation:
         """Return the opening of the episode's first sample, or of a fork."""
@@ -487,9 +487,9 @@ def _over(why: str) -> EngineError:
     return EngineError(f"{why}; return the program's reward", "episode-over")
 
 
-def _too_long(asked: int, room: int) -> EngineError:
+def _too_long(length: int, room: int) -> EngineError:
     return EngineError(
-        f"a sample would have {asked} tokens where there is room for {room}", "context-length"
+        f"a sample would have {length} tokens where there is room for {room}", "context-length"
     )
 
 
@@ -514,6 +514,6 @@ def _key(message: Mapping[str, Any]) -> str:
         for call in message.get("tool_calls") or ()
     ]
     keys = ("name", "tool_call_id", "reasoning_content")
-    others = {k: message[k] for k in keys if message.get(k)}
+    other_fields = {k: message[k] for k in keys if message.get(k)}
     content = message.get("content") or ""
-    return _canonical({"role": message["role"], "content": content, "calls": calls, **others})
+    return _canonical({"role": message["role"], "content": content, "calls": calls, **other_fields})

@@ -190,10 +190,10 @@ def made_by(factory: Any) -> type | None:
     if isinstance(factory, Factory):
         return factory.makes
     try:
-        made = inspect.get_annotations(factory, eval_str=True).get("return")
+        hint = inspect.get_annotations(factory, eval_str=True).get("return")
     except Exception:  # a hint may be any expression
         return None
-    return made if inspect.isclass(made) and shape_of(made) else None
+    return hint if inspect.isclass(hint) and shape_of(hint) else None
 
 
 def shape_of(kind: type) -> type[_Own | _Trl | _Stepped] | None:
@@ -262,8 +262,8 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
         config_for(factory, settings)  # raises early if the settings do not fit
     tools = getattr(kind, "tools", None)
     schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
-    chosen: Any = shape
-    return Source("environment", lambda row: chosen(factory, row, run, settings), schemas, replay)
+    create: Any = shape
+    return Source("environment", lambda row: create(factory, row, run, settings), schemas, replay)
 
 
 def sort_of(thing: Any) -> str:
@@ -277,8 +277,8 @@ def sort_of(thing: Any) -> str:
 def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row) -> Source:
     """Return a source that chooses by the row's column ``environment``."""
     sources = {
-        str(key): _environment(f"{name}[{key!r}]", each, run, settings)
-        for key, each in factories.items()
+        str(key): _environment(f"{name}[{key!r}]", factory, run, settings)
+        for key, factory in factories.items()
     }
     if not sources:
         raise ConfigError(
@@ -288,13 +288,13 @@ def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row)
         )
 
     def make(row: Row) -> Episode:
-        chosen = sources.get(str(row.get("environment")))
-        if chosen is None:
+        row_source = sources.get(str(row.get("environment")))
+        if row_source is None:
             raise CallError(
                 f"the row's column 'environment' is {row.get('environment')!r}, and '{name}' has "
                 f"{', '.join(sources)}"
             )
-        return _Chosen(chosen.make(row), chosen.tools)
+        return _Chosen(row_source.make(row), row_source.tools)
 
     replays = {source.replay for source in sources.values()}
     return Source("environment", make, replay=replays.pop() if len(replays) == 1 else "")
@@ -333,14 +333,16 @@ class _Functions(Episode):
     async def step(self, turn: Turn) -> Step:
         if turn["finish"] == "length" or not turn["calls"]:
             return Step(done=True)
-        own = {name: tool.call(self._instances[name]) for name, tool in self._verl.items()}
-        tools = ToolSet({**self._tools, **own}, self._run, self._results)
+        verl_tools = {name: tool.call(self._instances[name]) for name, tool in self._verl.items()}
+        tools = ToolSet({**self._tools, **verl_tools}, self._run, self._results)
         messages, records = await tools.answer(turn["calls"])
         return Step(messages, reward=summed(*(r.get("reward") for r in records)), calls=records)
 
     async def finish(self) -> float | None:
-        made = self._instances.items()
-        return summed(*[await self._verl[name].reward(one, self._run) for name, one in made])
+        instances = self._instances.items()
+        return summed(
+            *[await self._verl[name].reward(instance, self._run) for name, instance in instances]
+        )
 
     async def close(self) -> None:
         while self._instances:
@@ -411,9 +413,9 @@ class _Trl(Episode):
         self._tools = ToolSet(tools, self._run, self._pool.results, environment, self.thread)
         self.sound = False
         reset = partial(environment.reset, **accepted(environment.reset, self._row))
-        said = await self._run(reset, environment, self.thread)
+        observation = await self._run(reset, environment, self.thread)
         self.sound = True
-        return read_opening(said)
+        return read_opening(observation)
 
     async def step(self, turn: Turn) -> Step:
         if turn["finish"] == "length" or not turn["calls"]:
@@ -443,8 +445,8 @@ def _needed(factory: Any) -> list[str]:
     if hasattr(factory, "from_dict"):
         return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = parameters_of(factory).items()
-    return [name for name, p in found if p.kind in kinds and p.default is p.empty]
+    parameters = parameters_of(factory).items()
+    return [name for name, p in parameters if p.kind in kinds and p.default is p.empty]
 
 
 def _apart(opening: Opening, messages: Sequence[Row]) -> Opening:
@@ -507,12 +509,12 @@ class _Own(_Made):
 
     async def open(self, messages: Sequence[Row]) -> Opening:
         await self._make()
-        opened = await self._call(partial(self.environment.open, dict(self._row)))
-        return _apart(read_opening(opened), messages)
+        opening = await self._call(partial(self.environment.open, dict(self._row)))
+        return _apart(read_opening(opening), messages)
 
     async def step(self, turn: Turn) -> Step:
-        said = [SimpleNamespace(**call) for call in turn["calls"]]
-        return await self._step(SimpleNamespace(**{**turn, "calls": said}))
+        calls = [SimpleNamespace(**call) for call in turn["calls"]]
+        return await self._step(SimpleNamespace(**{**turn, "calls": calls}))
 
 
 class _Stepped(_Made):
@@ -522,19 +524,19 @@ class _Stepped(_Made):
         environment = await self._make()
         begin = next(name for name in _BEGINNINGS if hasattr(environment, name))
         prompt = list(messages)
-        asked = "\n\n".join(str(m["content"]) for m in prompt)
-        self._states = {"observation": asked, "label": self._row.get("label")}
+        text = "\n\n".join(str(m["content"]) for m in prompt)
+        self._states = {"observation": text, "label": self._row.get("label")}
         options = dict(self._row)
-        given = {"seed": _seed(self._row), "options": options, "states": self._states}
-        values = {**self._row, **given, "prompt": prompt}
+        arguments = {"seed": _seed(self._row), "options": options, "states": self._states}
+        values = {**self._row, **arguments, "prompt": prompt}
         function = getattr(environment, begin)
         parameters = parameters_of(function)
         if takes_any(parameters):
-            values = {k: v for k, v in values.items() if k not in given or k in parameters}
+            values = {k: v for k, v in values.items() if k not in arguments or k in parameters}
         result = await self._call(partial(function, **accepted(function, values)))
         if "states" in parameters:  # OpenRLHF returns the prompt, possibly with more text
-            said = result.get("observation") if isinstance(result, Mapping) else result
-            return Opening() if said == asked else _apart(read_opening(said), messages)
+            opening = result.get("observation") if isinstance(result, Mapping) else result
+            return Opening() if opening == text else _apart(read_opening(opening), messages)
         return _apart(read_opening(result, replaces=begin == "init"), messages)
 
     async def step(self, turn: Turn) -> Step:
@@ -547,16 +549,16 @@ class _Stepped(_Made):
                 "sampling_params": None,
             }
             step = await self._step(action)
-            said = "".join(str(m["content"]) for m in step.messages)
-            self._states["observation"] += turn["text"] + said
+            observation = "".join(str(m["content"]) for m in step.messages)
+            self._states["observation"] += turn["text"] + observation
             return step
         return await self._step(turn["text"])
 
 
 def _seed(row: Row) -> int:
     """Return a seed that depends only on the row, so that siblings get the same world."""
-    told = json.dumps(row, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:4]) >> 1
+    text = json.dumps(row, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
 
 
 class _Chosen(Episode):

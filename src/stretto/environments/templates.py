@@ -90,22 +90,22 @@ class Shape:
 
     def _read_calls(self, needed: bool) -> None:
         header = self._chat([QUESTION], add_generation_prompt=True)
-        shown = self._shown([QUESTION, _called(), made_up("tool")])
-        shown = shown or self._shown([QUESTION, _called()])
-        self.writes_calls = _NAME in shown and "made up value" in shown
+        rendering = self._shown([QUESTION, _called(), made_up("tool")])
+        rendering = rendering or self._shown([QUESTION, _called()])
+        self.writes_calls = _NAME in rendering and "made up value" in rendering
         if not self.writes_calls:
             return
         starts = [len(header)]
-        if not shown.startswith(header):
+        if not rendering.startswith(header):
             # The generation prompt may open with an empty thought, which a turn with calls lacks.
-            pairs = enumerate(zip(header, shown, strict=False))
-            parted = next((at for at, (a, b) in pairs if a != b), 0)
-            starts = [shown.rfind("\n", 0, parted) + 1, shown.find(_NAME)]
-        end = self._encoder.control_in(shown, shown.find("made up value"))
+            pairs = enumerate(zip(header, rendering, strict=False))
+            difference = next((at for at, (a, b) in pairs if a != b), 0)
+            starts = [rendering.rfind("\n", 0, difference) + 1, rendering.find(_NAME)]
+        end = self._encoder.control_in(rendering, rendering.find("made up value"))
         while end and end[2] not in self.ends:
-            end = self._encoder.control_in(shown, end[1])
-        texts = [shown[start : end[0] if end else len(shown)] for start in starts]
-        written, form = texts[0], None
+            end = self._encoder.control_in(rendering, end[1])
+        texts = [rendering[start : end[0] if end else len(rendering)] for start in starts]
+        example, form = texts[0], None
         for text in texts:
             form = form or format_of(text.rpartition("</think>")[2].strip(), _NAME, _ARGUMENTS)
         if form:
@@ -113,7 +113,7 @@ class Shape:
         elif needed:
             raise ConfigError(
                 "the chat template writes calls of tools in a way that is not read here: "
-                f"{written[:200]!r}. Read are JSON objects with 'name' and the arguments, between "
+                f"{example[:200]!r}. Read are JSON objects with 'name' and the arguments, between "
                 "marks or alone; choose another model, or put another chat_template.jinja into its "
                 "folder",
                 "unknown-call-format",
@@ -124,35 +124,35 @@ class Shape:
         )
 
     def _find_ends(self) -> frozenset[int]:
-        found = set()
-        for behind in ([], [made_up("user")], [made_up("tool")]):
+        end_tokens = set()
+        for answers in ([], [made_up("user")], [made_up("tool")]):
             turn = Message(role="assistant", content="made up answer" + MARK)
-            shown = self._shown(behind, before=[QUESTION, turn])
-            place = shown.rfind(MARK)
-            end = self._encoder.control_in(shown, place) if place >= 0 else None
-            if end and not shown[place + 1 : end[0]].strip():
-                found.add(end[2])
-        return frozenset(found)
+            rendering = self._shown(answers, before=[QUESTION, turn])
+            place = rendering.rfind(MARK)
+            end = self._encoder.control_in(rendering, place) if place >= 0 else None
+            if end and not rendering[place + 1 : end[0]].strip():
+                end_tokens.add(end[2])
+        return frozenset(end_tokens)
 
     def messages(self, messages: Iterable[Message]) -> list[Message]:
         """Convert messages to a form that the template takes."""
         shaped: list[Message] = []
         results = False
         for message in messages:
-            whole = cast(Message, {**message, "content": message.get("content") or ""})
-            made = with_parsed_arguments(whole)
-            if made.get("tool_calls") and not self.writes_calls:
-                text = self.form.write([c.get("function", c) for c in made.pop("tool_calls")])
-                made["content"] = f"{made['content']}\n{text}" if made["content"] else text
-            is_result = made["role"] == "tool" and not self.tool_role
+            with_content = cast(Message, {**message, "content": message.get("content") or ""})
+            turn = with_parsed_arguments(with_content)
+            if turn.get("tool_calls") and not self.writes_calls:
+                text = self.form.write([c.get("function", c) for c in turn.pop("tool_calls")])
+                turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+            is_result = turn["role"] == "tool" and not self.tool_role
             if is_result:
-                text = f"<tool_response>\n{made['content']}\n</tool_response>"
+                text = f"<tool_response>\n{turn['content']}\n</tool_response>"
                 if results:
                     shaped[-1]["content"] += f"\n{text}"
                     continue
-                made = Message(role="user", content=text)
+                turn = Message(role="user", content=text)
             results = is_result
-            shaped.append(made)
+            shaped.append(turn)
         return shaped
 
     def render(self, messages: Sequence[Message], tools: Tools, before: Sequence[Message]) -> str:
@@ -168,10 +168,10 @@ class Shape:
         return self._chat(shaped, before=before, add_generation_prompt=True)
 
     def _about(self, tools: Tools) -> str:
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        tool_list = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         example = self.form.write([{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}])
         return (
-            f"You can call these tools:\n<tools>\n{listed}\n</tools>\n"
+            f"You can call these tools:\n<tools>\n{tool_list}\n</tools>\n"
             f"To call one, end your turn with its name and arguments as JSON:\n{example}"
         )
 

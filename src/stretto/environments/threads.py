@@ -89,8 +89,8 @@ def _sets_alarm(function: Any, seen: set[CodeType]) -> bool:
         alarms = [name for name in _ALARMS if name in names]
         if alarms and ("signal" in names or scope.get(alarms[0]) is getattr(signal, alarms[0])):
             return True
-        called = (scope.get(name) for name in names)
-        if any(inspect.isfunction(each) and _sets_alarm(each, seen) for each in called):
+        callees = (scope.get(name) for name in names)
+        if any(inspect.isfunction(callee) and _sets_alarm(callee, seen) for callee in callees):
             return True
     return False
 

@@ -50,9 +50,9 @@ class Results:
 
     async def of(self, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
         """Return the result for a key, and whether it was shared. Errors are not kept."""
-        known = self._kept.get(key)
-        if known is not None:
-            return await asyncio.shield(known), True
+        future = self._kept.get(key)
+        if future is not None:
+            return await asyncio.shield(future), True
         task = self._kept[key] = asyncio.ensure_future(make())
         while len(self._kept) > SHARED:
             del self._kept[next(iter(self._kept))]
@@ -89,10 +89,10 @@ class ToolSet:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Run the calls of a turn. Return a message and a record for each, in order."""
         if self._of is None:
-            answered = await asyncio.gather(*map(self._answer, calls))
+            answers = await asyncio.gather(*map(self._answer, calls))
         else:
-            answered = [await self._answer(call) for call in calls]
-        return [message for message, _ in answered], [record for _, record in answered]
+            answers = [await self._answer(call) for call in calls]
+        return [message for message, _ in answers], [record for _, record in answers]
 
     async def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         began_s = time.monotonic()
@@ -135,8 +135,8 @@ class ToolSet:
         except TypeError as error:
             raise CallError(f"{name}: {error}") from error
         of = tool if self._of is None else self._of
-        made = partial(tool, **arguments)
+        bound_call = partial(tool, **arguments)
         if getattr(tool, "deterministic", False) and self._of is None:
             key = json.dumps([name, arguments], sort_keys=True)
-            return await self._results.of(key, lambda: self._run(made, of))
-        return await self._run(made, of, self._thread), False
+            return await self._results.of(key, lambda: self._run(bound_call, of))
+        return await self._run(bound_call, of, self._thread), False

@@ -67,9 +67,9 @@ class _Worker:
 
     def _make_host(self, opening: Mapping[str, Any]) -> Host:
         modules: dict[str, ModuleType] = {}
-        named = _named(opening["sources"], modules)
+        sources = _named(opening["sources"], modules)
         judges = _named(opening.get("judges", {}), modules, "reward.sources")
-        return Host(named, opening["settings"], self._wear, judges)
+        return Host(sources, opening["settings"], self._wear, judges)
 
     def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close all episodes, unless user code blocks the event loop. Runs in another thread."""
@@ -100,13 +100,13 @@ class _Worker:
 def _named(
     sources: Mapping[str, Mapping[str, str]], modules: dict[str, ModuleType], setting: str = SETTING
 ) -> dict[str, Any]:
-    found = {}
+    objects = {}
     for name, place in sources.items():
         file = place["file"]
         if file not in modules:
             modules[file] = import_module(file, place["module"], place["root"], setting)
-        found[name] = member_of(modules[file], place, setting)
-    return found
+        objects[name] = member_of(modules[file], place, setting)
+    return objects
 
 
 if __name__ == "__main__":
