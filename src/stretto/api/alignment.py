@@ -83,17 +83,17 @@ def stages_of(
     train: Mapping[str, Any] | None = None,
 ) -> Stages:
     """Return the changed settings of all stages. See :func:`~stretto.api.alignment.align`."""
-    found = settings if isinstance(settings, Stages) else _read(settings)
+    stages = settings if isinstance(settings, Stages) else _read(settings)
     return Stages(
-        changed(found.sft, sft or {}),
-        changed(found.reward, reward or {}),
-        changed(found.train, train or {}),
+        changed(stages.sft, sft or {}),
+        changed(stages.reward, reward or {}),
+        changed(stages.train, train or {}),
     )
 
 
 def _read(name: str | Path) -> Stages:
-    known = [set(recipes.names(kind)) for kind in (SftConfig, RewardModelConfig, Config)]
-    complete = sorted(set.intersection(*known))
+    recipe_names = [set(recipes.names(kind)) for kind in (SftConfig, RewardModelConfig, Config)]
+    complete = sorted(set.intersection(*recipe_names))
     parts: list[str | Path] = [name] * 3
     if str(name) not in complete:
         files = [f"{stage}.toml" for stage in Stages._fields]
@@ -190,13 +190,13 @@ def align(
     )
     for line in lines:
         on_stderr(line)
-    asked = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
+    request = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with ending_in_order(), locked(folder, print):
         for name, stage in stages._asdict().items():
             write_whole(folder / f"{name}.toml", recipes.dump(stage).encode())
-        results = _Results(folder, {"asked": asked})
+        results = _Results(folder, {"asked": request})
         results.save()
         return _run(stages, results)
 
@@ -276,12 +276,12 @@ def _run(stages: Stages, results: _Results) -> Aligned:
     for line in replaced(stages):
         on_stderr(line)
     folder = results.folder
-    asked = results.asked
+    request = results.asked
     gold = stages.gold
     sft = changed(stages.sft, {"out": str(folder)})
     tuned = results.once("sft", SftResult, partial(training.sft, sft))
     start = results.kept(tuned.model)
-    file, prompts = folder / "pairs.jsonl", asked["pairs"]
+    file, prompts = folder / "pairs.jsonl", request["pairs"]
     label = partial(label_responses, policy=start, by=gold, out=file, prompts=prompts)
     pairs = results.once("pairs", LabelResult, partial(label, stages.train))
     shared = {"out": str(folder), "model__name": start}
@@ -302,12 +302,12 @@ def _run(stages: Stages, results: _Results) -> Aligned:
 
     policy = results.once("train", TrainResult, reinforce).model
 
-    samples, column = asked["samples"], asked["reference_column"]
+    samples, column = request["samples"], request["reference_column"]
     look = partial(measure, samples=samples, by=(gold, proxy), sft=start, reference_column=column)
 
     def outcome(name: str, model: str) -> PolicyOutcome:
-        measured = results.once(name, Measured, partial(look, stages.train, policy=model))
-        return PolicyOutcome(measured, measured.win_rates[1].score)
+        measurement = results.once(name, Measured, partial(look, stages.train, policy=model))
+        return PolicyOutcome(measurement, measurement.win_rates[1].score)
 
     trained = results.kept(policy)
     before, after = outcome("before", start), outcome("after", trained)
@@ -334,10 +334,10 @@ def check_settings(stages: Stages) -> None:
 def replaced(stages: Stages) -> list[str]:
     """Describe the settings that results of earlier stages replace."""
     start = stages.sft.model.name
-    others = {stages.reward.model.name, stages.train.model.name} - {start}
+    replaced_models = {stages.reward.model.name, stages.train.model.name} - {start}
     lines = [f"what '{start}' becomes in the first stage is the model of the others too"]
-    if others:
-        lines[0] += f", in place of {', '.join(sorted(others))}"
+    if replaced_models:
+        lines[0] += f", in place of {', '.join(sorted(replaced_models))}"
     if stages.reward.data.name:
         lines.append(
             f"the reward model learns from pairs that {stages.gold} labels, in place of "
@@ -375,16 +375,16 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
                     "stages-differ-in-tokenizer",
                 )
     config = stages.train.with_model(start)
-    measured = measured_on(config)
+    eval_config = measured_on(config)
     task = tasks.load(config.task, config.seed)
-    questions = tasks.load(measured.task, measured.seed)
+    questions = tasks.load(eval_config.task, eval_config.seed)
     first = questions.first.data
-    own = {**first, tasks.INDEX_KEY: questions.indices[0]}
-    reference_text(questions, own, reference_column)
+    row = {**first, tasks.INDEX_KEY: questions.indices[0]}
+    reference_text(questions, row, reference_column)
     _check_layouts(stages, task.first, tokenizer)
     columns = task.first.data.keys() & first.keys()
     with ExitStack() as stack:
-        open_gold(stages.gold, RoleFactory(measured, on_stderr), columns, tokenizer, stack)
+        open_gold(stages.gold, RoleFactory(eval_config, on_stderr), columns, tokenizer, stack)
 
 
 def _check_layouts(stages: Stages, row: TaskRow, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -394,25 +394,25 @@ def _check_layouts(stages: Stages, row: TaskRow, tokenizer: PreTrainedTokenizerB
 
     task, ends = stages.train.task, frozenset({tokenizer.eos_token_id})
     prompt = render(row, task, tokenizer)
-    labelled = prompt.messages or prompt.text
-    own = labelled[1:] if task.system and prompt.messages else labelled
+    reward_prompt = prompt.messages or prompt.text
+    sft_prompt = reward_prompt[1:] if task.system and prompt.messages else reward_prompt
     for stage, data, text in (
-        ("sft", stages.sft.data, own),
-        ("reward", stages.reward.data, labelled),
+        ("sft", stages.sft.data, sft_prompt),
+        ("reward", stages.reward.data, reward_prompt),
     ):
         ours = f"task.chat = '{task.chat}', task.system = '{task.system}'"
         theirs = f"data.chat = '{data.chat}', data.system = '{data.system}' of {stage}.toml"
         try:
-            found = PromptLayout(tokenizer, ends, data).prompt(text)
+            stage_prompt = PromptLayout(tokenizer, ends, data).prompt(text)
         except TaskError as error:
             raise ConfigError(
                 f"{theirs} does not fit {ours} of train.toml, whose prompts that stage reads: "
                 f"{error}",
                 "stages-differ-in-prompts",
             ) from error
-        if found.tokens != prompt.tokens:
+        if stage_prompt.tokens != prompt.tokens:
             raise ConfigError(
-                f"all stages read a prompt alike. With {theirs} it is {found.text[-200:]!r}, with "
-                f"{ours} of train.toml {prompt.text[-200:]!r}. Set chat and system alike",
+                f"all stages read a prompt alike. With {theirs} it is {stage_prompt.text[-200:]!r}, "
+                f"with {ours} of train.toml {prompt.text[-200:]!r}. Set chat and system alike",
                 "stages-differ-in-prompts",
             )

@@ -66,11 +66,11 @@ def evaluate(
         dataset: A file or a hub dataset that replaces the one in the settings.
         changes: as in :func:`train`.
     """
-    config, chosen = _measured(settings, model, dataset, changes)
+    config, model_name = _measured(settings, model, dataset, changes)
     trained = trained_with(model, settings, config)
     from stretto import evaluation
 
-    return evaluation.evaluate(config, model=chosen, samples=samples, trained=trained)
+    return evaluation.evaluate(config, model=model_name, samples=samples, trained=trained)
 
 
 @in_python
@@ -99,13 +99,13 @@ def measure(
             with the assistant's turn. Without it: the task's own answers.
     """
     sources = [win_rate_by] if isinstance(win_rate_by, str) else win_rate_by
-    asked = {"sources": [s for s in sources if s], "sft": str(sft)}
-    config, chosen = _measured(settings, model, dataset, changes, **asked)
+    checks = {"sources": [s for s in sources if s], "sft": str(sft)}
+    config, model_name = _measured(settings, model, dataset, changes, **checks)
     from stretto import evaluation
 
     return evaluation.measure(
         config,
-        policy=chosen,
+        policy=model_name,
         samples=samples,
         by=win_rate_by,
         sft=str(sft),
@@ -165,11 +165,11 @@ def label_responses(
         prompts: Limit of prompts to answer.
         per_prompt: Responses to each prompt. The best and the worst ended ones make a pair.
     """
-    config, chosen = _measured(settings, model, dataset, changes, sources=[by])
+    config, model_name = _measured(settings, model, dataset, changes, sources=[by])
     from stretto import evaluation
 
     return evaluation.label_responses(
-        config, policy=chosen, by=by, out=Path(out), prompts=prompts, per_prompt=per_prompt
+        config, policy=model_name, by=by, out=Path(out), prompts=prompts, per_prompt=per_prompt
     )
 
 
@@ -191,11 +191,13 @@ def benchmark(
         limit: Examples of each benchmark. 0 takes all.
     """
     require("lm_eval", "lm-eval", "stretto.benchmark")
-    config, chosen = _measured(settings, model, None, changes, rows=False)
+    config, model_name = _measured(settings, model, None, changes, rows=False)
     from stretto import evaluation
 
     batch = config.rollout.batch
-    return evaluation.benchmark(config.model, model=chosen, tasks=tasks, batch=batch, limit=limit)
+    return evaluation.benchmark(
+        config.model, model=model_name, tasks=tasks, batch=batch, limit=limit
+    )
 
 
 @in_python
@@ -260,7 +262,7 @@ def generate(
             raise ConfigError(message, "prompt-not-text")
     name = str(model) if isinstance(model, str | Path) else type(model).__name__
     rows = [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
-    found = answers(
+    completions = answers(
         name,
         rows,
         overrides=overrides,
@@ -276,7 +278,7 @@ def generate(
         top_p=top_p,
         stop=tuple(stop),
     )
-    return [answer.text for answer in found]
+    return [answer.text for answer in completions]
 
 
 def answers(
@@ -311,9 +313,9 @@ def answers(
         from stretto.evaluation.answers import generate
 
     waiting: dict[int, Answer] = {}
-    turn, own = 0, overrides or NO_OVERRIDES
+    turn, model_overrides = 0, overrides or NO_OVERRIDES
     answering = recipes.build(environment, "", EnvironmentConfig) if environment else None
-    how: Any = {"environment": answering, "seed": seed, "overrides": own}
+    how: Any = {"environment": answering, "seed": seed, "overrides": model_overrides}
     for answer in generate(config, rows, task, rollout, **how):
         waiting[answer.number] = answer
         while turn in waiting:
@@ -326,14 +328,14 @@ def _measured(
     model: str | Path,
     dataset: str | Path | None,
     changes: dict[str, Any],
-    **asked: Any,
+    **checks: Any,
 ) -> tuple[Config, str]:
     config = config_of(settings)
     rows = {} if dataset is None else of_rows(config.task, str(dataset))
     config = changed(config, rows, changes)
-    chosen = model_of(model, settings, config.model.name)
+    model_name = model_of(model, settings, config.model.name)
     with working(on_stderr, CHECKING):
-        check_measured(config, chosen, **asked)
+        check_measured(config, model_name, **checks)
     with working(on_stderr, LOADING):
         importlib.import_module("stretto.evaluation")
-    return config, chosen
+    return config, model_name

@@ -136,8 +136,8 @@ def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan
     check_algorithm(config)
     spec, assumed = spec_of(config, options)
     limit_s = 60 * (options.minutes or MINUTES[options.gpus > 64])
-    found = search(spec, limit_s=limit_s, workers=options.workers, say=say)
-    return Plan(config, spec, found, tuple(assumed))
+    search_result = search(spec, limit_s=limit_s, workers=options.workers, say=say)
+    return Plan(config, spec, search_result, tuple(assumed))
 
 
 def _hardware(options: PlanOptions) -> Hardware:
@@ -217,8 +217,8 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
     scorers = model_scorers(config.algorithm, config.reward)
     generators = 1 if layout.colocated else layout.generator.data
     names = generator_names(generators)
-    beside = {"all": [*names, *scorers], "learner": scorers}.get(layout.sharing, [])
-    learner = {"roles": ["learner", *beside], "fsdp": layout.learner.data}
+    shared_roles = {"all": [*names, *scorers], "learner": scorers}.get(layout.sharing, [])
+    learner = {"roles": ["learner", *shared_roles], "fsdp": layout.learner.data}
     processes: list[dict[str, Any]] = [{**learner, "tp": layout.learner.tensor}]
     if not layout.colocated:
         processes += [{"roles": [name], "tp": layout.generator.tensor} for name in names]
@@ -284,11 +284,11 @@ def _models(
     assumed: list[str],
 ) -> tuple[ModelShapes, list[str]]:
     actor = _shape(options.model_shape or model.name)
-    named = [source.model for source in rewards.models]
+    reward_models = [source.model for source in rewards.models]
     functions = [source.name for source in rewards.parsed if source.kind.is_code]
     reward = None
-    if named:
-        name = options.reward_shape or named[0]
+    if reward_models:
+        name = options.reward_shape or reward_models[0]
         if options.reward_shape:
             reward = (actor if name == "actor" else _shape(name)).valued()
         elif Path(name).is_dir():
@@ -296,12 +296,14 @@ def _models(
         else:  # without a network, looking on the hub would take minutes
             reward = actor.valued()
             assumed.append(f"the reward model '{name}' has the actor's body (`reward_shape`)")
-        if len(named) > 1:
-            assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
+        if len(reward_models) > 1:
+            assumed.append(
+                f"of {len(reward_models)} reward models only '{reward_models[0]}' is planned for"
+            )
     critic = None
     if algorithm.definition.critic:
-        others = {"actor": actor.valued(), "reward": reward or actor.valued()}
-        critic = others.get(init) or _shape(init).valued()
+        init_shapes = {"actor": actor.valued(), "reward": reward or actor.valued()}
+        critic = init_shapes.get(init) or _shape(init).valued()
     reference = actor if algorithm.has_reference else None
     return ModelShapes(actor, critic, reference, reward), functions
 
@@ -322,11 +324,11 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
         from stretto.planner.replay import Recording
 
         recorded = Recording.read(options.like).cluster().workload
-        taken = ("prompt_tokens", "response_tokens", "episodes")
-        return {name: getattr(recorded, name) for name in taken}
+        names = ("prompt_tokens", "response_tokens", "episodes")
+        return {name: getattr(recorded, name) for name in names}
     episodes, what = _episodes(config, options, assumed), "turns"
-    each = config.rollout.max_new_tokens // int(EPISODES["turns"][1])
-    limit = config.environment.max_turn_tokens or max(each, 1)
+    turn_tokens = config.rollout.max_new_tokens // int(EPISODES["turns"][1])
+    limit = config.environment.max_turn_tokens or max(turn_tokens, 1)
     if episodes is None:
         limit, what = config.rollout.max_new_tokens, "responses"
     mean = options.prompt_tokens or PROMPT
@@ -339,10 +341,10 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
             f"{what} with a median of {median:.0f} tokens and a 95th percentile of {p95:.0f} "
             "(`response_tokens`, or `like = RUN`)"
         )
-    given, low = f"`response_tokens = {median:g} {p95:g}`", max(mean // 2, 1)
+    label, low = f"`response_tokens = {median:g} {p95:g}`", max(mean // 2, 1)
     return {
         "prompt_tokens": Uniform(low=low, high=max(2 * mean - low, low)),
-        "response_tokens": recipes.build({"median": median, "p95": p95}, given, Lognormal),
+        "response_tokens": recipes.build({"median": median, "p95": p95}, label, Lognormal),
         "episodes": episodes,
     }
 
@@ -351,32 +353,34 @@ def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episo
     """Return the turns and waits to plan for, ``None`` if responses have one turn."""
     from stretto.runtime.sim.episodes import Episodes
 
-    given = {
+    ranges = {
         "turns": _two("turns", options.turns, "the fewest and the most"),
         "wait": _two("wait", options.wait),
         "answer_tokens": _two("answer_tokens", options.answer_tokens),
     }
     environment = config.environment
-    if not (environment.sources or any(given.values())):
+    if not (environment.sources or any(ranges.values())):
         return None
-    for name, numbers in given.items():
+    for name, numbers in ranges.items():
         if not numbers:
             first, second = (
                 min(n, environment.max_turns) if name == "turns" else n for n in EPISODES[name]
             )
-            given[name] = first, second
+            ranges[name] = first, second
             assumed.append(
                 f"{EPISODE_WORDS[name].format(first, second)} (`{name}`, or `like = RUN`)"
             )
-    (low, high), (wait_s, long_s), (tokens, most) = given.values()
+    (low, high), (wait_s, long_s), (tokens, tokens_p95) = ranges.values()
     settings = {
         "turns": {"kind": "uniform", "low": low, "high": high},
         "wait_s": {"median": wait_s, "p95": long_s},
-        "answer_tokens": {"kind": "lognormal", "median": tokens, "p95": most},
+        "answer_tokens": {"kind": "lognormal", "median": tokens, "p95": tokens_p95},
         "max_turn_tokens": environment.max_turn_tokens,
     }
-    shown = ", ".join(f"`{name} = {first:g} {second:g}`" for name, (first, second) in given.items())
-    return recipes.build(settings, shown, Episodes)
+    label = ", ".join(
+        f"`{name} = {first:g} {second:g}`" for name, (first, second) in ranges.items()
+    )
+    return recipes.build(settings, label, Episodes)
 
 
 def _two(

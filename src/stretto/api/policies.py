@@ -88,10 +88,10 @@ class Policy:
 
     def offer(self, tensors: dict[str, Tensor]) -> WeightsRef:
         """Put trained weights into the channel. Return their reference."""
-        named = dict(self._actor.named_parameters())
-        new = {name: t.to(named[name].device, named[name].dtype) for name, t in tensors.items()}
-        whole = {name: new.get(name, p.detach()) for name, p in named.items()}
-        ref = WeightsRef("actor", self.step, fingerprint(whole.items()), self._channel.name)
+        params = dict(self._actor.named_parameters())
+        new = {name: t.to(params[name].device, params[name].dtype) for name, t in tensors.items()}
+        weights = {name: new.get(name, p.detach()) for name, p in params.items()}
+        ref = WeightsRef("actor", self.step, fingerprint(weights.items()), self._channel.name)
         self._channel.put(ref, new)
         return ref
 
@@ -141,8 +141,8 @@ class Conversation:
         if self._policy.tokenizer.chat_template:
             row = TaskRow((*self._turns, Message(role="user", content=said)))
         task = TaskConfig(system=self._system)
-        written = self._tools.render if self._tools else None
-        how: Any = {"encoder": self._encoder, "render": written}
+        renderer = self._tools.render if self._tools else None
+        how: Any = {"encoder": self._encoder, "render": renderer}
         prompt = render(row, task, self._policy.tokenizer, **how)
         room = self._policy.longest - len(prompt.tokens)
         if room < 1:
@@ -154,23 +154,25 @@ class Conversation:
         if self._tools:
             yield self._episode(prompt, said, room)
             return
-        r, most = self._rollout, min(self._rollout.max_new_tokens, room)
-        sampling = Sampling(most, r.temperature, r.top_k, r.top_p, seed=(self._seed, self._answers))
-        whole = ""
+        r, limit = self._rollout, min(self._rollout.max_new_tokens, room)
+        sampling = Sampling(
+            limit, r.temperature, r.top_k, r.top_p, seed=(self._seed, self._answers)
+        )
+        text = ""
         try:
             for piece in self._pieces(prompt, sampling):
-                whole += piece
+                text += piece
                 yield piece
         finally:
             self._answers += 1
-            self._text += f"{said}{whole}\n"
+            self._text += f"{said}{text}\n"
             self._turns.append(Message(role="user", content=said))
-            self._turns.append(Message(role="assistant", content=whole))
+            self._turns.append(Message(role="assistant", content=text))
 
     def _episode(self, prompt: Prompt, said: str, room: int) -> str:
         assert self._tools
-        most = min(self._rollout.max_new_tokens, room)
-        options = self._rollout.model_copy(update={"max_new_tokens": most})
+        limit = min(self._rollout.max_new_tokens, room)
+        options = self._rollout.model_copy(update={"max_new_tokens": limit})
         rollout, seed = Rollout(self._answers, prompt, 0), (self._seed, self._answers)
         longest = self._policy.longest
         self._answers += 1
@@ -223,9 +225,9 @@ def open_policy(
         least = "a prompt and an answer are two tokens, at least"
         raise ConfigError(f"`max_model_len = {max_model_len}`: {least}", "too-few-positions")
     run, settings = _run_with_policies(name, follow=follow) or (None, None)
-    own = settings.model if settings else ModelConfig(name=trained_model(name))
-    asked = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
-    model = own.model_copy(update=asked)
+    model_config = settings.model if settings else ModelConfig(name=trained_model(name))
+    changes = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
+    model = model_config.model_copy(update=changes)
     with working(on_stderr, CHECKING):
         check_measured(Config.model_construct(model=model), model.name, rows=False)
     engine_of(rollout).check()
@@ -236,13 +238,15 @@ def open_policy(
         on_stderr(f"computing in {model.dtype}: {because}; `model.dtype` takes another")
     prepare_torch(seed, 0)
     tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
-    here = model.model_copy(update={"device": "cpu"} if rollout.capabilities.own_weights else {})
-    actor = load_actor(here, on_stderr)
+    actor_config = model.model_copy(
+        update={"device": "cpu"} if rollout.capabilities.own_weights else {}
+    )
+    actor = load_actor(actor_config, on_stderr)
     step, tensors = 0, dict[str, torch.Tensor]()
     if run and settings:
         if run.warmup.exists():
             warmup.take(actor, None, run.warmup)
-        actor = with_adapters(actor, here, settings.seed, "CAUSAL_LM", None)
+        actor = with_adapters(actor, actor_config, settings.seed, "CAUSAL_LM", None)
         if checkpoint.newest(run.checkpoints):
             step, tensors = _read(run)
     longest = _longest(actor, max_model_len)
@@ -310,14 +314,14 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
 def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
     step, state = checkpoint.load_latest(run.checkpoints, on_stderr)
     masters = shard_files.read(state[LEARNER])["models"]["actor"]["masters"]
-    return step, {name: stored.read() for name, stored in masters.items()}
+    return step, {name: shard.read() for name, shard in masters.items()}
 
 
 def _longest(actor: nn.Module, asked: int) -> int:
-    most = positions(actor, generating=True)
-    if asked and most is not None and asked > most:
+    limit = positions(actor, generating=True)
+    if asked and limit is not None and asked > limit:
         raise ConfigError(
-            f"`max_model_len = {asked}`: the model has positions for {most} tokens; lower it",
+            f"`max_model_len = {asked}`: the model has positions for {limit} tokens; lower it",
             "too-few-positions",
         )
-    return min(asked or LONGEST, most or asked or LONGEST)
+    return min(asked or LONGEST, limit or asked or LONGEST)

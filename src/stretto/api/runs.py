@@ -41,13 +41,13 @@ WARMUP = "warmup.safetensors"
 
 def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
     """Return presets, each preceded by its ablations: the preset without one of its parts."""
-    found: dict[str, dict[str, object]] = {}
+    variants: dict[str, dict[str, object]] = {}
     for name, preset in PRESETS.items():
         if preset.several_engines == several_engines:
             for part, knob in preset.parts.items():
-                found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
-            found[name] = {"preset": name}
-    return found
+                variants[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
+            variants[name] = {"preset": name}
+    return variants
 
 
 ONE_ENGINE = _variants(several_engines=False)
@@ -117,8 +117,8 @@ def report(
 
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     file, loaded = Path(out), load(folders)
-    found = predicted(folders) if len(folders) <= MAX_RUNS else ()
-    page = html_page(loaded, step or None, [each.data() for each in found])
+    predictions = predicted(folders) if len(folders) <= MAX_RUNS else ()
+    page = html_page(loaded, step or None, [prediction.data() for prediction in predictions])
     file.write_text(page, encoding="utf-8")
     return file
 

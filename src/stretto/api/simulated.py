@@ -77,8 +77,8 @@ def recorded(folder: str, placement: str = "") -> Simulation:
     run = Recording.read(folder)
     config = run.config
     if placement:
-        wanted = recipes.load(placement)
-        rollout = {**dict(config.rollout), "engines": wanted.rollout.engines}
-        placed = {"runtime": wanted.runtime, "cluster": wanted.cluster, "rollout": rollout}
+        target = recipes.load(placement)
+        rollout = {**dict(config.rollout), "engines": target.rollout.engines}
+        placed = {"runtime": target.runtime, "cluster": target.cluster, "rollout": rollout}
         config = recipes.build({**dict(config), **placed}, f"`placement = {placement}`")
     return Simulation(lambda job: run.cluster(config_of_job(config, job, "")), config.seed)

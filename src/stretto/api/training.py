@@ -133,13 +133,13 @@ def execute(
         message = f"progress is a display object; got {progress!r}"
         raise ConfigError(f"{message}. Set `observe.progress = off`", "progress-not-display")
     display = progress or make_progress(config.observe.progress)
-    ended = run_dir.ended(config.steps) if run.resuming and run.overrides is None else None
-    if ended is not None:
+    previous = run_dir.ended(config.steps) if run.resuming and run.overrides is None else None
+    if previous is not None:
         display.note(
-            f"the run in {run_dir.path} has ended: all of its {ended.steps} steps are taken, and "
-            f"the trained model is in {ended.model}. With more `steps` it goes on from there"
+            f"the run in {run_dir.path} has ended: all of its {previous.steps} steps are taken, "
+            f"and the trained model is in {previous.model}. With more `steps` it goes on from there"
         )
-        return ended
+        return previous
     tokens, slots = config.training.microbatch_tokens, 0
     if isinstance(config, Config):
         slots = config.rollout.slots or config.rollout.batch
@@ -161,8 +161,8 @@ def execute(
         if isinstance(config, Config) and result.stopped:
             display.note(_continuation(run, result.steps))
         if best := run_dir.best():
-            found = f"of the evaluations, step {best.step} had the best score, {best.score:.3f}"
-            display.note(f"{found}; its model is in {best.model}")
+            summary = f"of the evaluations, step {best.step} had the best score, {best.score:.3f}"
+            display.note(f"{summary}; its model is in {best.model}")
         return result
 
 
@@ -250,18 +250,18 @@ def _memory_explained(model: ModelConfig, tokens: int, slots: int) -> Iterator[N
 
 
 def _remedies(model: ModelConfig, microbatch_tokens: int, slots: int) -> str:
-    found = list[str]()
+    remedies = list[str]()
     on_gpu = model.device != "cpu" and usable_gpus()
     tokens = token_budget(microbatch_tokens, "cuda" if on_gpu else "cpu")
     if tokens > _FEW_TOKENS:
-        found.append(f"`training.microbatch_tokens = {max(tokens // 4, _FEW_TOKENS)}`")
+        remedies.append(f"`training.microbatch_tokens = {max(tokens // 4, _FEW_TOKENS)}`")
     if model.gradient_checkpointing != "on":
-        found.append("`model.gradient_checkpointing = on`")
+        remedies.append("`model.gradient_checkpointing = on`")
     if not model.lora_rank:
-        found.append("`model.lora_rank = 16`")
+        remedies.append("`model.lora_rank = 16`")
     if slots > _FEW_SLOTS:
-        found.append(f"`rollout.slots = {max(slots // 4, _FEW_SLOTS)}`")
-    return f"{', '.join([*found, 'or'])} a smaller model"
+        remedies.append(f"`rollout.slots = {max(slots // 4, _FEW_SLOTS)}`")
+    return f"{', '.join([*remedies, 'or'])} a smaller model"
 
 
 def _leave(run: Begun[Any], display: Progress) -> None:
@@ -339,13 +339,13 @@ def train(
     """
     config = settings if isinstance(settings, Config) else recipes.load(settings, checked=False)
     overrides, implied = _overrides(reward, task, model, tokenizer)
-    if found := named_objects(tools, environment_factory):
-        overrides = replace(overrides, environment=found)
-        implied["environment__sources"] = tuple(found)
-    named = None if overrides.task is None else type(task).__name__
+    if objects := named_objects(tools, environment_factory):
+        overrides = replace(overrides, environment=objects)
+        implied["environment__sources"] = tuple(objects)
+    dataset_name = None if overrides.task is None else type(task).__name__
     if dataset is not None:
-        named = str(dataset) if isinstance(dataset, str | Path) else recipes.DATASET
-    prompts = {} if named is None else of_rows(config.task, named)
+        dataset_name = str(dataset) if isinstance(dataset, str | Path) else recipes.DATASET
+    prompts = {} if dataset_name is None else of_rows(config.task, dataset_name)
     start = "" if isinstance(settings, Config) else str(settings)
     config = changed(config, prompts, implied, changes, start=start)
     if overrides.task is not None and "task" in config.reward.sources:
@@ -365,9 +365,9 @@ def train(
         write_rows(_rows_of(dataset, config.task), file)
         config = rows_in(config, file)
         run = begin(config, name, overrides=overrides)
-        kept = run.run_dir.path.absolute() / recipes.DATASET
-        shutil.copyfile(file, kept)
-    run = replace(run, config=rows_in(run.config, kept))
+        rows_path = run.run_dir.path.absolute() / recipes.DATASET
+        shutil.copyfile(file, rows_path)
+    run = replace(run, config=rows_in(run.config, rows_path))
     run.run_dir.save_config(run.config)
     return execute(run, progress=progress, on_step=on_step)
 
@@ -480,11 +480,11 @@ def _rewards(reward: Reward | Sequence[Reward]) -> tuple[dict[str, Function], tu
     functions, sources = dict[str, Function](), list[str]()
     for part in parts:
         if not (isinstance(part, str | StreamingReward) or callable(part)):
-            wanted = (
+            rule = (
                 "reward takes functions, scorers with the methods admit, extend, finish and "
                 "release, and sources such as 'task' and 'model:NAME'"
             )
-            raise ConfigError(f"{wanted}; got {part!r}", "reward-not-callable")
+            raise ConfigError(f"{rule}; got {part!r}", "reward-not-callable")
         name = part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         if name in sources:
             raise ConfigError(
