@@ -110,21 +110,21 @@ class ModelScorer(ResponseScorer):
         responses = self._take(rollout_ids)
         self._read_on(responses)
         numbers: dict[int, Tensor] = {}
-        whole = []
+        unstreamed = []
         for r in responses:
             row = self._rows.get(r.id) if self._rows else None
             if row is None:
-                whole.append(r)
+                unstreamed.append(r)
             elif row.numbers:
                 numbers[r.id] = torch.cat(row.numbers)
         if self._rows:
             self._rows.close(rollout_ids)
-        for part, scores in self._score(whole):
+        for part, scores in self._score(unstreamed):
             numbers |= {r.id: s for r, s in zip(part, scores, strict=True)}
-        found = [numbers.get(r.id, torch.empty(0)).float().cpu().numpy() for r in responses]
+        outputs = [numbers.get(r.id, torch.empty(0)).float().cpu().numpy() for r in responses]
         return [
             Score(r.id, self.name, self.kind, values, self._failures.pop(r.id, None))
-            for r, values in zip(responses, found, strict=True)
+            for r, values in zip(responses, outputs, strict=True)
         ]
 
     def load(self, weights: WeightsRef) -> None:
@@ -281,8 +281,8 @@ class StreamedRows:
             # Separate passes: one of rows that all start at 0 needs no mask.
             for part in ([r for r in ready if not r.cached], [r for r in ready if r.cached]):
                 lengths = [min(row.goal - row.cached, self._budget) for row in part]
-                for chosen in by_token_budget(lengths, self._budget):
-                    done += self._run([part[i] for i in chosen], take)
+                for indices in by_token_budget(lengths, self._budget):
+                    done += self._run([part[i] for i in indices], take)
             pending = [row for row in pending if row.cached < row.goal]
         return done
 
@@ -318,8 +318,8 @@ class StreamedRows:
 
 
 def _check(model: nn.Module) -> None:
-    own = CachedPass(model, SlotCache(2))
-    if kind := following_frequencies(own.config_of_model):
+    forward = CachedPass(model, SlotCache(2))
+    if kind := following_frequencies(forward.config_of_model):
         raise EngineError(
             f"the model's position frequencies ({kind}) follow the length of the whole sequence, "
             "which is not known before its end. Choose another model",
@@ -327,6 +327,6 @@ def _check(model: nn.Module) -> None:
         )
 
     def newest(ids: Tensor, positions: Tensor, _: int) -> Tensor:
-        return own.prefill([*range(len(ids))], positions.tolist(), ids[:, None].tolist())[:, 0]
+        return forward.prefill([*range(len(ids))], positions.tolist(), ids[:, None].tolist())[:, 0]
 
-    check_cache(own, newest, lambda hidden: hidden)
+    check_cache(forward, newest, lambda hidden: hidden)

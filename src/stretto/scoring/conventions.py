@@ -45,8 +45,8 @@ def _completion(sample: Sample) -> Any:
     """Return the response as text or message, like its prompt (TRL), or an episode's messages."""
     if "messages" in sample:
         return sample["messages"]
-    said = sample["response"]
-    return said if isinstance(sample["asked"], str) else [{"role": "assistant", "content": said}]
+    text = sample["response"]
+    return text if isinstance(sample["asked"], str) else [{"role": "assistant", "content": text}]
 
 
 def _ground_truth(sample: Sample) -> Any:
@@ -73,8 +73,8 @@ def _score_of(entry: Any) -> Verdict:
     if isinstance(entry, Mapping):
         if "score" not in entry:
             raise RewardError(f"it returned a dict without 'score': {entry!r}")
-        others = {str(name): plain(value) for name, value in entry.items() if name != "score"}
-        return {"value": as_number(entry["score"]), "extra": others}
+        extra = {str(name): plain(value) for name, value in entry.items() if name != "score"}
+        return {"value": as_number(entry["score"]), "extra": extra}
     return _number(entry[0] if isinstance(entry, tuple) and entry else entry)
 
 
@@ -107,11 +107,11 @@ class Convention:
 
     def arguments(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
         """Return all arguments that its functions may take, as lists."""
-        found = {name: [value(s) for s in samples] for name, value in self.values.items()}
+        arguments = {name: [value(s) for s in samples] for name, value in self.values.items()}
         if self.others_are_columns:
             keys = {key: None for s in samples for key in s["data"] if key not in self.values}
-            found |= {key: [s["data"].get(key) for s in samples] for key in keys}
-        return found | {other: found[name] for other, name in self.aliases.items()}
+            arguments |= {key: [s["data"].get(key) for s in samples] for key in keys}
+        return arguments | {other: arguments[name] for other, name in self.aliases.items()}
 
     def arguments_of_all(self, samples: Sequence[Sample], log: Log) -> dict[str, Any]:
         """Return :meth:`arguments`, and TRL's that concern the complete batch."""
@@ -223,24 +223,26 @@ class RewardFunction:
 def convention_of(signature: inspect.Signature, file: str, name: str) -> Recognised:
     """Recognise a function's convention. Raises ConfigError for an unknown signature."""
     parameters = signature.parameters.values()
-    named, takes_any = _names(signature)
-    required = {p.name for p in parameters if p.name in named and p.default is p.empty}
+    names, takes_any = _names(signature)
+    required = {p.name for p in parameters if p.name in names and p.default is p.empty}
     # TRL passes everything by keyword, so its functions may name only some of the values.
-    any_names = takes_any or ENVIRONMENTS in named
+    any_names = takes_any or ENVIRONMENTS in names
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     conventions = () if positional else CONVENTIONS
     for convention in conventions:
         trl = convention.others_are_columns
-        if any(named.isdisjoint(group) for group in convention.needs) and not (trl and any_names):
+        if any(names.isdisjoint(group) for group in convention.needs) and not (trl and any_names):
             continue
         if trl:
-            known = convention.values.keys() | _GIVEN
-            columns = None if takes_any else sorted(named - known)
-            asked = ENVIRONMENTS in named
-            return Recognised(convention, columns, sorted(required - known), asked)
+            standard = convention.values.keys() | _GIVEN
+            columns = None if takes_any else sorted(names - standard)
+            takes_environments = ENVIRONMENTS in names
+            return Recognised(convention, columns, sorted(required - standard), takes_environments)
         if required <= convention.values.keys() | convention.aliases.keys():
-            missed = [column for of, column in convention.columns.items() if of in required]
-            return Recognised(convention, convention.reads, missed)
+            required_columns = [
+                column for of, column in convention.columns.items() if of in required
+            ]
+            return Recognised(convention, convention.reads, required_columns)
         any_names = False  # of this convention, but with an unknown parameter
     raise ConfigError(
         f"reward.sources: '{name}{signature}' in '{file}' has a signature that is not known. The "
@@ -272,20 +274,20 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
         environments |= ENVIRONMENTS in getattr(code, "co_consts", ())
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty}
 
-    def each(sample: Sample) -> Any:
+    def score_one(sample: Sample) -> Any:
         cells = convention.arguments([sample]).items()
         arguments = {key: v for key, (v,) in cells if v is not None or key in needed}
         return bound(function, signature, arguments, aliases)()
 
-    def whole(samples: Sequence[Sample], log: Log) -> Any:
+    def score_all(samples: Sequence[Sample], log: Log) -> Any:
         arguments = convention.arguments_of_all(samples, log)
         result = bound(function, signature, arguments, aliases)()
         return log.scores(loop.run(_itself(result)) if inspect.isawaitable(result) else result)
 
     if convention.batched:
-        run = all_at_once(whole, file, convention.entry)
+        run = all_at_once(score_all, file, convention.entry)
     else:
-        run = one_by_one(each, file, convention.entry, loop)
+        run = one_by_one(score_one, file, convention.entry, loop)
     return RewardFunction(run, columns, required, environments)
 
 
@@ -302,9 +304,9 @@ def bound(
     aliases: Collection[str] = (),
 ) -> Callable[[], Any]:
     """Bind those arguments that a function takes."""
-    named, takes_any = _names(signature)
-    taken = (k for k in arguments if k in named or (takes_any and k not in aliases))
-    return partial(function, **{key: arguments[key] for key in taken})
+    names, takes_any = _names(signature)
+    keys = (k for k in arguments if k in names or (takes_any and k not in aliases))
+    return partial(function, **{key: arguments[key] for key in keys})
 
 
 class _Loop:
@@ -330,8 +332,8 @@ class TrainerState(SimpleNamespace):
     """The fields of TRL's ``TrainerState`` that its functions get here."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        known = " and ".join(vars(self))
-        raise AttributeError(f"trainer_state has {known} here, and no '{name}'")
+        fields = " and ".join(vars(self))
+        raise AttributeError(f"trainer_state has {fields} here, and no '{name}'")
 
 
 class Log:
@@ -344,10 +346,10 @@ class Log:
 
     def add(self, column: str, values: Any) -> None:
         """Log one value per sample, as TRL's ``log_extra``. RewardError for a wrong count."""
-        listed = plain(values)
-        if not isinstance(listed, list) or len(listed) != self._count:
+        entries = plain(values)
+        if not isinstance(entries, list) or len(entries) != self._count:
             raise RewardError(f"'{column}' is not a list of {self._count} values, one a sample")
-        self._of_samples[str(column)] = listed
+        self._of_samples[str(column)] = entries
 
     def metric(self, name: str, value: Any) -> None:
         """Log a finite number for all samples, as TRL's ``log_metric``. Several are averaged.
@@ -363,8 +365,8 @@ class Log:
         if not isinstance(result, Mapping):
             return result
         for name, values in (result.get("extra_logs") or {}).items():
-            listed = plain(values)
-            (self.add if isinstance(listed, list) else self.metric)(name, listed)
+            entries = plain(values)
+            (self.add if isinstance(entries, list) else self.metric)(name, entries)
         return result.get("rewards", result)
 
     def beside(self, at: int, verdict: Verdict) -> Verdict:
@@ -429,11 +431,11 @@ def all_at_once(
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
         log = Log(len(samples))
-        scored = _verdict(lambda s: {"value": in_this_process(score, s, log)}, samples, file)
-        if "error" in scored:
-            return str(scored["error"])
-        result = scored["value"]
-        parts = _verdict(lambda given: {"value": listed(given, len(samples))}, result, file)
+        outcome = _verdict(lambda s: {"value": in_this_process(score, s, log)}, samples, file)
+        if "error" in outcome:
+            return str(outcome["error"])
+        result = outcome["value"]
+        parts = _verdict(lambda scores: {"value": listed(scores, len(samples))}, result, file)
         verdicts = [parts] * len(samples)
         if "value" in parts:
             verdicts = [_verdict(entry, part, file) for part in parts["value"]]

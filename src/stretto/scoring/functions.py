@@ -106,15 +106,15 @@ class FunctionScorer(ResponseScorer):
             self._process = FunctionProcess(opening, limit_each=True)
         else:
             self._process = FunctionProcess(locate(source))
-        found = self._process.start()
-        self._columns: list[str] | None = found["columns"]
-        self.looks_inside: bool = environment and found["environments"]
+        properties = self._process.start()
+        self._columns: list[str] | None = properties["columns"]
+        self.looks_inside: bool = environment and properties["environments"]
         if self.looks_inside:
             self.close()
         if columns is not None:
-            known = {*columns, ENVIRONMENTS} if self.looks_inside else columns
+            available_columns = {*columns, ENVIRONMENTS} if self.looks_inside else columns
             try:
-                require_columns(source.name, found["required"], known)
+                require_columns(source.name, properties["required"], available_columns)
             except ConfigError:
                 self.close()
                 raise
@@ -171,22 +171,22 @@ class FunctionScorer(ResponseScorer):
             except RewardError as error:
                 verdicts[at] = {"error": str(error)}
         answers = self._ask(payloads, verdicts)
-        left = [at for at in payloads if at not in verdicts]
-        if len(payloads) == 1 and left:
-            verdicts[left.pop()] = self._unscored(answers.trouble, late=answers.late)
-        if left:
+        missing = [at for at in payloads if at not in verdicts]
+        if len(payloads) == 1 and missing:
+            verdicts[missing.pop()] = self._unscored(answers.trouble, late=answers.late)
+        if missing:
             _log.warning(
                 "reward source '%s' on %d responses: %s; asking about %d of them one at a time",
-                *(self.name, len(payloads), answers.trouble, len(left)),
+                *(self.name, len(payloads), answers.trouble, len(missing)),
             )
         give_up_s = time.monotonic() + RETRY_LIMITS * self._timeout_s
-        for at in left:
+        for at in missing:
             if time.monotonic() >= give_up_s:
                 why = "not scored, as too much time went into others of its batch"
                 verdicts[at] = self._unscored(f"{why} ({answers.trouble})", late=True)
                 continue
-            alone = self._ask({at: payloads[at]}, verdicts)
-            verdicts.setdefault(at, self._unscored(alone.trouble, late=alone.late))
+            retry = self._ask({at: payloads[at]}, verdicts)
+            verdicts.setdefault(at, self._unscored(retry.trouble, late=retry.late))
         return [verdicts[at] for at in range(len(responses))]
 
     def _ask(self, payloads: Mapping[int, Payload], verdicts: dict[int, Verdict]) -> Answers:

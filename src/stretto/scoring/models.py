@@ -52,17 +52,19 @@ class TokenScorer(ModelScorer):
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
         places = [span.predicting for span in spans]
         pairs = list(zip(spans, places, strict=True))
-        tokens = [span.row.tokens[at + 1] for span, own in pairs for at in own]
+        tokens = [span.row.tokens[at + 1] for span, indices in pairs for at in indices]
         if not tokens:
             return
-        states = states_at(hidden, [[at - span.start for at in own] for span, own in pairs])
+        states = states_at(hidden, [[at - span.start for at in indices] for span, indices in pairs])
         numbers = self._read(states, torch.tensor(tokens, device=hidden.device))
-        for span, part in zip(spans, numbers.split([len(own) for own in places]), strict=True):
+        for span, part in zip(
+            spans, numbers.split([len(indices) for indices in places]), strict=True
+        ):
             span.row.numbers.append(part)
 
     def _score(self, responses: Sequence[Response]) -> Scored:
-        for chosen in microbatches(responses, self._budget):
-            part = [responses[i] for i in chosen]
+        for indices in microbatches(responses, self._budget):
+            part = [responses[i] for i in indices]
             self.read_tokens += sum(r.total_tokens - 1 for r in part)
             hidden = response_hidden(self.model, part)
             numbers = self._read(hidden, response_tokens(part, hidden.device))
@@ -101,8 +103,8 @@ def reads_last_token(model: nn.Module) -> bool:
     rows = [tokens[start::4] for start in range(4)]  # several, because one could agree by chance
     device = next(model.parameters()).device
     ours = torch.stack([apply_scalar_head(model, last_hidden(model, [r])[0]) for r in rows])
-    each = [model(torch.tensor([row], device=device)).logits[0, 0] for row in rows]
-    theirs = torch.stack(each).float()
+    logits = [model(torch.tensor([row], device=device)).logits[0, 0] for row in rows]
+    theirs = torch.stack(logits).float()
     worst = (ours - theirs).abs().max().item()
     return bool(worst <= 0.02 * theirs.abs().max().item() + 1e-4)
 
@@ -199,15 +201,15 @@ class RewardModelScorer(ModelScorer):
 
     def _retokenise(self, row: StreamedRow, text: StablePrefix, response: Response) -> None:
         if response.finish:
-            kept = text.close(self._reading.tokens(response))
+            prefix_length = text.close(self._reading.tokens(response))
         else:
-            kept = text.grow(self._reading.begun(response))
-        if kept < row.cached:
-            self.rolled_back_tokens += row.cached - kept
-            row.cached = kept
-        if kept < len(row.prompt):
+            prefix_length = text.grow(self._reading.begun(response))
+        if prefix_length < row.cached:
+            self.rolled_back_tokens += row.cached - prefix_length
+            row.cached = prefix_length
+        if prefix_length < len(row.prompt):
             row.prompt = ()
-        row.tokens[kept:] = text.tokens[kept:]
+        row.tokens[prefix_length:] = text.tokens[prefix_length:]
         row.goal = max(0, len(row.tokens) - 1)  # all of a short text may be held back
         row.cached = min(row.cached, row.goal)  # the last token's state will be needed
 
@@ -220,13 +222,13 @@ class RewardModelScorer(ModelScorer):
                 span.row.numbers.append(score[None])
 
     def _score(self, responses: Sequence[Response]) -> Scored:
-        read = [(r, self._tokens(r)) for r in responses]
-        read = [(r, row) for r, row in read if self._fits(r, row)]
-        responses, rows = [r for r, _ in read], [row for _, row in read]
+        pairs = [(r, self._tokens(r)) for r in responses]
+        pairs = [(r, row) for r, row in pairs if self._fits(r, row)]
+        responses, rows = [r for r, _ in pairs], [row for _, row in pairs]
         self.read_tokens += sum(map(len, rows))
-        for chosen in by_token_budget([len(row) for row in rows], self._budget):
-            part = [rows[i] for i in chosen]
-            yield [responses[i] for i in chosen], list(self._read(part)[:, None])
+        for indices in by_token_budget([len(row) for row in rows], self._budget):
+            part = [rows[i] for i in indices]
+            yield [responses[i] for i in indices], list(self._read(part)[:, None])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
         if self._causal:
@@ -241,8 +243,8 @@ class RewardModelScorer(ModelScorer):
         if self._positions is None:
             return
         nothing = np.empty(0, np.int32)
-        read = (self._reading.tokens(Response(0, 0, prompt, nothing)) for prompt in prompts)
-        shortest = min(map(len, read))
+        token_lists = (self._reading.tokens(Response(0, 0, prompt, nothing)) for prompt in prompts)
+        shortest = min(map(len, token_lists))
         if shortest >= self._positions:
             raise ModelError(
                 f"reward model '{self.name}' has {self._positions} positions, and of the first "

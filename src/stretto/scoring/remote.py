@@ -66,9 +66,9 @@ def check_url(url: str) -> None:
     """
     place = urlsplit(url)
     if "@" in place.netloc or place.query or place.fragment:
-        shown = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
+        address = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
         raise ConfigError(
-            f"reward.sources: '{shown}' must be all of the URL, without user, password, query or "
+            f"reward.sources: '{address}' must be all of the URL, without user, password, query or "
             f"fragment, as records name sources by it. {TOKEN} in the environment is sent as a "
             "bearer token",
             "reward-url",

@@ -34,24 +34,26 @@ class ResponseScorer:
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            known = self._responses.get(chunk.rollout_id)
-            if known is None or known.finish or chunk.start != len(known):
+            response = self._responses.get(chunk.rollout_id)
+            if response is None or response.finish or chunk.start != len(response):
                 raise LifecycleError(
                     f"scorer '{self.name}' cannot take tokens {chunk.start} and on of rollout "
                     f"{chunk.rollout_id}: it was not admitted, has ended, or has a gap there",
                     "chunk-not-next",
                 )
-            buffer, end = self._buffers[known.id], len(known) + len(chunk.tokens)
+            buffer, end = self._buffers[response.id], len(response) + len(chunk.tokens)
             if end >= len(buffer):  # the first buffer is the response's own
-                buffer = self._buffers[known.id] = np.resize(buffer, 2 * end)
-            buffer[len(known) : end] = chunk.tokens
-            mixed = known.sampled is not None or chunk.sampled is not None
-            self._responses[known.id] = replace(
-                known,
+                buffer = self._buffers[response.id] = np.resize(buffer, 2 * end)
+            buffer[len(response) : end] = chunk.tokens
+            mixed = response.sampled is not None or chunk.sampled is not None
+            self._responses[response.id] = replace(
+                response,
                 tokens=buffer[:end],
-                version=known.version if chunk.version == CONTEXT else chunk.version,
+                version=response.version if chunk.version == CONTEXT else chunk.version,
                 finish=None if chunk.finish is FinishReason.TURN else chunk.finish,
-                sampled=np.concatenate([sampled_of(known), sampled_of(chunk)]) if mixed else None,
+                sampled=np.concatenate([sampled_of(response), sampled_of(chunk)])
+                if mixed
+                else None,
             )
 
     def release(self, rollout_ids: Sequence[int]) -> None:
@@ -62,8 +64,8 @@ class ResponseScorer:
     def _take(self, rollout_ids: Sequence[int]) -> list[Response]:
         """Return finished responses and drop them. If one is not finished, raise and drop none."""
         for rollout_id in rollout_ids:
-            known = self._responses.get(rollout_id)
-            if known is None or known.finish is None:
+            response = self._responses.get(rollout_id)
+            if response is None or response.finish is None:
                 raise LifecycleError(
                     f"scorer '{self.name}' cannot score rollout {rollout_id}: it was not admitted, "
                     "or its last chunk has not come",

@@ -85,24 +85,26 @@ class ConversationReader:
                 special = not self._tokenizer.chat_template
                 return self._encoder.ids(text, special=special, closed=True)
             prompt, text = replace(prompt, messages=tuple(earlier)), last["content"]
-        read, special = self._render(prompt, text), not self._templated(prompt)
+        rendering, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
-            return self._encoder.ids(read, special=special, closed=True)
-        shown, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
-        given = bool(sampled) and sampled[-1] in self._given_ends
-        ended = given or response.finish is FinishReason.STOP
-        read = read if ended else shown
-        asked = self._asked(prompt)
-        if not read.startswith(asked):  # the template renders it differently with an answer
-            asked = ""
-        before = self._encoder.ids(asked, special=special) if asked else []
-        said = continued(self._encoder, asked, before, read[len(asked) :], special=special)
+            return self._encoder.ids(rendering, special=special, closed=True)
+        body, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
+        has_given_end = bool(sampled) and sampled[-1] in self._given_ends
+        is_finished = has_given_end or response.finish is FinishReason.STOP
+        rendering = rendering if is_finished else body
+        prompt_text = self._asked(prompt)
+        if not rendering.startswith(prompt_text):  # rendered differently with an answer
+            prompt_text = ""
+        prompt_ids = self._encoder.ids(prompt_text, special=special) if prompt_text else []
+        response_ids = continued(
+            self._encoder, prompt_text, prompt_ids, rendering[len(prompt_text) :], special=special
+        )
         closed = turn_of(self._encoder.ids(closing, special=False), self._ends)
-        if ended and not special and (asked or closed):
-            said = turn_of(said, self._ends) or [*said, self._end]
-        elif ended:
-            said.append(self._end)
-        return [*before, *said]
+        if is_finished and not special and (prompt_text or closed):
+            response_ids = turn_of(response_ids, self._ends) or [*response_ids, self._end]
+        elif is_finished:
+            response_ids.append(self._end)
+        return [*prompt_ids, *response_ids]
 
     def begun(self, response: Response) -> str:
         """Return the text of the prompt and the unfinished response, escaped.
@@ -116,19 +118,19 @@ class ConversationReader:
     def prefix(self, prompt: Prompt) -> StablePrefix:
         """Return an empty :class:`StablePrefix` for the text of :meth:`begun`."""
         special = not self._templated(prompt)
-        asked = self._asked(prompt) if self._ends else ""
+        prompt_text = self._asked(prompt) if self._ends else ""
 
         def pieces(text: str, first: bool) -> Pieces:
             return self._encoder.pieces(text, special=special and first)
 
         def encode(text: str, start: int) -> Pieces:
             ids, spans = pieces(text[start:], start == 0)
-            edge = len(asked) - start
-            if not (text.startswith(asked) and any(a < edge < b for a, b in spans)):
+            edge = len(prompt_text) - start
+            if not (text.startswith(prompt_text) and any(a < edge < b for a, b in spans)):
                 return ids, spans
             # A token spans the end of the prompt, whose tokens must not change.
-            ids, spans = pieces(text[start : len(asked)], start == 0)
-            more, places = pieces(text[len(asked) :], False)
+            ids, spans = pieces(text[start : len(prompt_text)], start == 0)
+            more, places = pieces(text[len(prompt_text) :], False)
             return [*ids, *more], [*spans, *((a + edge, b + edge) for a, b in places)]
 
         return StablePrefix(encode, max(map(len, self._stop), default=0))
@@ -158,18 +160,18 @@ class ConversationReader:
 
     def _conversation(self, turns: Sequence[Message], *, unfinished: bool = False) -> str:
         if not self._tokenizer.chat_template:
-            read = "\n\n".join(turn["content"] for turn in turns)
-            return self._encoder.escape(read) + MARK * unfinished
+            text = "\n\n".join(turn["content"] for turn in turns)
+            return self._encoder.escape(text) + MARK * unfinished
         from jinja2 import TemplateError
 
         try:
             return self._encoder.chat(turns, unfinished=unfinished)
         except TemplateError as error:
             *before, last = turns
-            shown = Message(role=last["role"], content=last["content"] + " [...]" * unfinished)
+            excerpt = Message(role=last["role"], content=last["content"] + " [...]" * unfinished)
             raise ModelError(
                 f"the chat template of reward model '{self._name}' refuses the conversation "
-                f"{[*before, shown]}: {error}. Leave task.system empty, or choose another "
+                f"{[*before, excerpt]}: {error}. Leave task.system empty, or choose another "
                 "reward model, one that knows tools where there are any",
                 "template-refuses",
             ) from error
@@ -193,23 +195,23 @@ class StablePrefix:
         end = _stable_end(text, self._held)
         if not text.startswith(self._text):
             return self._renew(text, end)
-        kept = len(self.tokens)
+        count = len(self.tokens)
         if end <= len(self._text):
-            return kept
+            return count
         start = self._context_start()
         ids, spans = self._encode(text, start)
         edge = len(self._text) - start
-        new = next((i for i, (a, _) in enumerate(spans) if a >= edge), len(ids)) if kept else 0
-        check = min(AGREEMENT_TOKENS, kept)
-        if ids[max(0, new - check) : new] != self.tokens[kept - check :]:
+        new = next((i for i, (a, _) in enumerate(spans) if a >= edge), len(ids)) if count else 0
+        check = min(AGREEMENT_TOKENS, count)
+        if ids[max(0, new - check) : new] != self.tokens[count - check :]:
             return self._renew(text, end)
         self._commit(text, end, start, ids[new:], spans[new:])
-        return kept
+        return count
 
     def close(self, tokens: Sequence[int]) -> int:
-        kept = _common(self.tokens, tokens)
+        count = _common(self.tokens, tokens)
         self.tokens[:] = tokens
-        return kept
+        return count
 
     def _renew(self, text: str, end: int) -> int:
         before = self.tokens
