@@ -412,7 +412,8 @@ def _check_layouts(stages: Stages, row: TaskRow, tokenizer: PreTrainedTokenizerB
             ) from error
         if stage_prompt.tokens != prompt.tokens:
             raise ConfigError(
-                f"all stages read a prompt alike. With {theirs} it is {stage_prompt.text[-200:]!r}, "
-                f"with {ours} of train.toml {prompt.text[-200:]!r}. Set chat and system alike",
+                f"all stages read a prompt alike. With {theirs} it is "
+                f"{stage_prompt.text[-200:]!r}, with {ours} of train.toml {prompt.text[-200:]!r}. "
+                "Set chat and system alike",
                 "stages-differ-in-prompts",
             )
