@@ -89,9 +89,9 @@ def command_compare(
         collected = collect(jobs, trainings.run, config.steps)
         publish(collected, target, folder, str(Machine.here()))
         first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed]
-        if shown := first[: reports.MAX_RUNS]:
-            page = report(shown, folder / "report.html")
-            print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(shown)} of them)")
+        if run_folders := first[: reports.MAX_RUNS]:
+            page = report(run_folders, folder / "report.html")
+            print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(run_folders)} of them)")
         return exit_status(collected)
 
 
@@ -150,8 +150,8 @@ def command_compare_simulated(
 def run_compare(arguments: Sequence[str]) -> int:
     """Compare trainings, or with ``--sim`` simulations. Returns status 1 if a run failed."""
     if value_of("--sim", arguments) is None:
-        kept = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
-        offered = [name for name in recipes.setting_names() if name not in kept]
+        fixed_settings = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
+        offered = [name for name in recipes.setting_names() if name not in fixed_settings]
         return call_with_config(command_compare, "compare", arguments, offered)
     if recipe := leading_recipe(arguments):
         raise ConfigError(
@@ -172,12 +172,12 @@ def plan(variants: str, seeds: str) -> list[Job]:
         if not number.removeprefix("-").isdecimal():
             message = f"--seeds: '{number}' is no whole number; write 0,1,2"
             raise ConfigError(message, "seed-not-whole")
-    whole = [int(number) for number in numbers]
-    for option, values in (("--variants", names), ("--seeds", map(str, whole))):
+    seed_values = [int(number) for number in numbers]
+    for option, values in (("--variants", names), ("--seeds", map(str, seed_values))):
         (value, times), *_ = Counter(values).most_common(1)
         if times > 1:
             raise ConfigError(f"{option} names '{value}' twice; name each once", "named-twice")
-    return [Job(name, number) for number in whole for name in names]
+    return [Job(name, number) for number in seed_values for name in names]
 
 
 @dataclass(slots=True)
@@ -292,11 +292,11 @@ def command_report(
         loaded = reports.load(runs)
     if out or not timeline:
         with working(on_stderr, "predicting the runs from their own records"):
-            found = predicted(runs) if len(runs) <= reports.MAX_RUNS else []
-        data = [each.data() for each in found]
+            predictions = predicted(runs) if len(runs) <= reports.MAX_RUNS else []
+        data = [prediction.data() for prediction in predictions]
         _write(out or "report.html", reports.html_page(loaded, step or None, data))
-        for run, each in zip(loaded, found, strict=False):
-            print(each.text(run.name))
+        for run, prediction in zip(loaded, predictions, strict=False):
+            print(prediction.text(run.name))
     if timeline:
         _write(timeline, reports.timeline_svg(loaded, step or None))
 

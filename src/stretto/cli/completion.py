@@ -128,21 +128,24 @@ def options(name: str) -> Mapping[str, Collection[str]]:
         text = _help(name, "--help")
     lines = re.findall(r"^\W*?(-h, --help|--[a-z].*)", text, flags=re.MULTILINE)
     names = " ".join(line.partition("  ")[0] for line in lines)  # text follows two blanks
-    known = re.findall(r"(?<![\w-])--[a-z][\w.-]+", names)
+    option_names = re.findall(r"(?<![\w-])--[a-z][\w.-]+", names)
     unframed = " ".join(re.split(r"[\s│]+", text))
     listed = re.findall(r"(--[a-z][\w.-]+) \[?\{([a-z][^{}A-Z]*)\}", unframed)
     values = {**_VALUES, **{option: re.split(r",\s*", choices) for option, choices in listed}}
     # A flag, for example --gpu of doctor, has no value.
-    return {o: values.get(o, ()) if o.replace("--", "--no-", 1) not in known else () for o in known}
+    return {
+        o: values.get(o, ()) if o.replace("--", "--no-", 1) not in option_names else ()
+        for o in option_names
+    }
 
 
 def _help(name: str, option: str) -> str:
     from stretto.cli.main import dispatch
 
-    shown = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stdout(shown):
+        with redirect_stdout(output):
             dispatch([name, option])
     except SystemExit:
         pass
-    return shown.getvalue()
+    return output.getvalue()

@@ -89,8 +89,8 @@ def check_gpu() -> Iterator[Finding]:
 
     device = torch.device("cuda", 0)
     yield Finding("ok", "cuda:0", torch.cuda.get_device_name(device))
-    for name, kept, text in checked(device):
-        yield Finding("ok" if kept else "broken", name, text)
+    for name, holds, text in checked(device):
+        yield Finding("ok" if holds else "broken", name, text)
 
 
 def examine() -> Iterator[Finding]:
@@ -188,11 +188,11 @@ def _extras() -> Iterator[Finding]:
     for extra in extras():
         if extra == "vllm" and is_installed(extra):
             continue  # its build for CPUs has another name
-        wanted = requirements(extra)
-        packages = [_package(requirement, "note") for requirement in wanted]
+        specs = requirements(extra)
+        packages = [_package(requirement, "note") for requirement in specs]
         if faults := [package for package in packages if package.state != "ok"]:
             facts = ", ".join(f"{name} {text.partition(';')[0]}" for _, name, text in faults)
-            use, command = _EXTRAS.get(extra, extra), " ".join(map(plain, wanted))
+            use, command = _EXTRAS.get(extra, extra), " ".join(map(plain, specs))
             text = f"{facts}: {use} would not work; pip install {command}"
             yield Finding("note", extra, text)
         elif packages:

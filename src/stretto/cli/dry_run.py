@@ -24,9 +24,9 @@ def describe_run(config: Config) -> str:
     from stretto.planner.fitting import format_plan, plan_for
 
     check_run(config, ask_hub=False)
-    chosen: list[str] = []
+    choices: list[str] = []
     if _gpus(config.model):
-        config = settled(config, chosen.append)
+        config = settled(config, choices.append)
     r, t = config.rollout, config.training
     updates = t.epochs * t.minibatches
     lines = [
@@ -36,7 +36,7 @@ def describe_run(config: Config) -> str:
         f"{config.schedule.largest_overcommit(r.batch)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
-        *chosen,
+        *choices,
         *_pipelines(config.pipeline),
         *map(_source, config.reward.parsed),
     ]
@@ -87,15 +87,17 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     gpus = _gpus(config.model)
     if not (config.runtime_kind.has_processes or gpus):
         return
-    found = places(config, config.threads or usable_cores(), gpus)
+    placement = places(config, config.threads or usable_cores(), gpus)
     wide, sizes = fitting.width(config.model), plan.mixed
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
     if config.runtime_kind.has_processes:
         yield f"Processes (runtime = '{config.runtime}'):"
-        yield table(config.schedule.knobs, found, frozen | trained)
-    yield from remarks(config.schedule.knobs, config.rollout.engines, found, usable_cores(), gpus)
-    if loads := fitting.RunMemory(config).planned(found, wide):
+        yield table(config.schedule.knobs, placement, frozen | trained)
+    yield from remarks(
+        config.schedule.knobs, config.rollout.engines, placement, usable_cores(), gpus
+    )
+    if loads := fitting.RunMemory(config).planned(placement, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
         yield fitting.table(loads)
         yield from fitting.check(loads, fitting.capacity)

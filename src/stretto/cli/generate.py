@@ -218,15 +218,15 @@ def command_chat(
 
 
 def _talk(policy: Policy, talk: Conversation) -> None:
-    shown = sys.stdin.isatty()
-    if shown:
+    interactive = sys.stdin.isatty()
+    if interactive:
         import readline  # noqa: F401  # input() uses it for line editing
 
         of = f", step {policy.step}" if policy.run else ""
         print(f"{policy.name}{of}. {CHAT_HELP}; Ctrl-C stops an answer.")
         if not policy.tokenizer.chat_template:
             print("It has no chat template, and goes on with the text so far.")
-    for line in _lines(shown):
+    for line in _lines(interactive):
         command, _, rest = line.strip().partition(" ")
         try:
             if command == "/exit":

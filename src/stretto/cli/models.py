@@ -97,19 +97,19 @@ class EvalOptions:
 def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate, print the metrics, and write them if requested."""
     config, options = parse_with_config(EvalOptions, "eval", arguments, EVAL_SETTINGS)
-    own = EvalOptions(**options)
-    _check_options(own)
-    tasks = [name.strip() for name in own.lm_eval.split(",") if name.strip()]
-    if own.temperature is not None:
-        config = config.changed_in("rollout", temperature=own.temperature)
-    name = model_of(own.model, own.recipe, config.model.name)
-    model, by_row = trained_model(name), own.sampled or not tasks
-    sources = [own.win_rate_by] if own.win_rate_by else []
+    args = EvalOptions(**options)
+    _check_options(args)
+    tasks = [name.strip() for name in args.lm_eval.split(",") if name.strip()]
+    if args.temperature is not None:
+        config = config.changed_in("rollout", temperature=args.temperature)
+    name = model_of(args.model, args.recipe, config.model.name)
+    model, by_row = trained_model(name), args.sampled or not tasks
+    sources = [args.win_rate_by] if args.win_rate_by else []
     with working(on_stderr, CHECKING):
-        check_measured(config, model, rows=by_row, sources=sources, sft=own.sft)
+        check_measured(config, model, rows=by_row, sources=sources, sft=args.sft)
     if tasks:
         require("lm_eval", "lm-eval", "--lm-eval")
-    if own.judge:
+    if args.judge:
         require("openai", "judge", "an LLM judge")
 
     print(f"model        {model}")
@@ -117,23 +117,23 @@ def run_eval(arguments: Sequence[str]) -> int:
         from stretto import evaluation
     figures: dict[str, Any] = {}
     if by_row:
-        samples, trained = own.samples or SAMPLES, trained_with(own.model, own.recipe, config)
+        samples, trained = args.samples or SAMPLES, trained_with(args.model, args.recipe, config)
         result: EvalResult | Measured
-        if own.sampled:
-            asked = {"policy": model, "samples": samples, "trained": trained, **_measures(own)}
-            result = evaluation.measure(config, **asked)
+        if args.sampled:
+            request = {"policy": model, "samples": samples, "trained": trained, **_measures(args)}
+            result = evaluation.measure(config, **request)
         else:
             result = evaluation.evaluate(config, model=model, samples=samples, trained=trained)
         for label, text in _lines(config.task.kind, result):
             print(f"{label:<12} {text}")
         figures = _figures(result)
     if tasks:
-        limits = {"batch": config.rollout.batch, "limit": own.lm_eval_limit}
-        found = evaluation.benchmark(config.model, model=model, tasks=tasks, **limits)
-        for f in found:
+        limits = {"batch": config.rollout.batch, "limit": args.lm_eval_limit}
+        benchmarks = evaluation.benchmark(config.model, model=model, tasks=tasks, **limits)
+        for f in benchmarks:
             error = "" if f.standard_error is None else f" ± {f.standard_error:.4f}"
             print(f"{f.task:<12} {f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
-        figures["benchmarks"] = [asdict(f) for f in found]
+        figures["benchmarks"] = [asdict(f) for f in benchmarks]
     settings = config.model_dump()
     if model != name:  # the model that a run trained
         measures = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
@@ -142,21 +142,23 @@ def run_eval(arguments: Sequence[str]) -> int:
         run = RunDirectory(Path(name))
         if run.append_evaluation(record):
             print(f"dropped a last line that was never finished, of {run.evaluations_file}")
-    if own.out:
-        _write(Path(own.out), {"model": model, **figures, "settings": settings})
+    if args.out:
+        _write(Path(args.out), {"model": model, **figures, "settings": settings})
     return 0
 
 
-def _measures(own: EvalOptions) -> dict[str, Any]:
+def _measures(args: EvalOptions) -> dict[str, Any]:
     judge = None
-    if own.judge:
+    if args.judge:
         from stretto import evaluation
 
-        asked = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
-        limits: dict[str, Any] = {name: limit for name, limit in asked.items() if limit is not None}
-        judge = evaluation.LlmJudge(own.judge, own.judge_url, **limits)
-    column = own.reference_column
-    return {"by": own.win_rate_by, "sft": own.sft, "judge": judge, "reference_column": column}
+        judge_options = {"concurrency": args.judge_concurrency, "timeout_s": args.judge_timeout}
+        limits: dict[str, Any] = {
+            name: limit for name, limit in judge_options.items() if limit is not None
+        }
+        judge = evaluation.LlmJudge(args.judge, args.judge_url, **limits)
+    column = args.reference_column
+    return {"by": args.win_rate_by, "sft": args.sft, "judge": judge, "reference_column": column}
 
 
 def _lines(task: str, r: EvalResult | Measured) -> Iterator[tuple[str, str]]:
@@ -207,8 +209,8 @@ def _figures(result: EvalResult | Measured) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value is not None}
 
 
-def _check_options(own: EvalOptions) -> None:
-    if own.samples is not None and own.lm_eval and not own.sampled:
+def _check_options(args: EvalOptions) -> None:
+    if args.samples is not None and args.lm_eval and not args.sampled:
         raise ConfigError(
             "--samples has no effect on benchmarks, which have rows of their own; --lm-eval-limit "
             "says how many of them to take"
@@ -220,8 +222,8 @@ def _check_options(own: EvalOptions) -> None:
         *((name, judge) for name in ("judge_url", "judge_concurrency", "judge_timeout")),
         ("lm_eval_limit", ("lm_eval",)),
     ):
-        if getattr(own, name) != getattr(EvalOptions, name) and not any(
-            getattr(own, needed) for needed in by
+        if getattr(args, name) != getattr(EvalOptions, name) and not any(
+            getattr(args, needed) for needed in by
         ):
             options = " or ".join(map(option, by))
             raise ConfigError(f"{option(name)} has no effect without {options}")

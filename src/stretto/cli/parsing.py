@@ -46,8 +46,8 @@ def takes(function: Callable[..., Any], *names: str, **renamed: str) -> Callable
     def marked(command: F) -> F:
         theirs = options_of(function)
         same = names or (() if renamed else theirs)
-        named = {n: n for n in same} | renamed
-        _taken.setdefault(command, {}).update({n: theirs[p] for n, p in named.items()})
+        sources = {n: n for n in same} | renamed
+        _taken.setdefault(command, {}).update({n: theirs[p] for n, p in sources.items()})
         return command
 
     return marked
@@ -61,19 +61,19 @@ def options_of(function: Callable[..., Any]) -> dict[str, Option]:
     """Return a function's parameters and those that it :func:`takes`, without the settings."""
     params = docstring_parser.parse(function.__doc__ or "").params
     texts = {n: p.description for p in params for n in p.arg_name.split(", ")}
-    kinds, taken = bounds.kinds(function), _taken.get(function, {})
+    kinds, extras = bounds.kinds(function), _taken.get(function, {})
     options = dict[str, Option]()
-    for name, each in inspect.signature(function).parameters.items():
-        if each.kind is each.VAR_KEYWORD or name == "config":
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD or name == "config":
             continue
         options[name] = Option(
             kinds.get(name, str),
-            tyro.MISSING if each.default is each.empty else each.default,
-            taken[name].help if name in taken else " ".join((texts.get(name) or "").split()),
-            each.kind is each.POSITIONAL_ONLY,
+            tyro.MISSING if parameter.default is parameter.empty else parameter.default,
+            extras[name].help if name in extras else " ".join((texts.get(name) or "").split()),
+            parameter.kind is parameter.POSITIONAL_ONLY,
         )
     declared = {name for name, option in options.items() if option.default is not tyro.MISSING}
-    return options | {n: option for n, option in taken.items() if n not in declared}
+    return options | {n: option for n, option in extras.items() if n not in declared}
 
 
 def form(function: Callable[..., Any]) -> type[Any]:
@@ -81,8 +81,8 @@ def form(function: Callable[..., Any]) -> type[Any]:
     fields = []
     for name, (kind, default, text, positional) in options_of(function).items():
         parts = bounds.parts(kind)
-        several = positional and tuple in parts  # tyro reads it as possibly empty
-        hint = documented(text, () if several else default)
+        is_list = positional and tuple in parts  # tyro reads it as possibly empty
+        hint = documented(text, () if is_list else default)
         if parts & {dict, Mapping}:
             kind, default = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE")], ()
         elif Path in parts:
@@ -95,10 +95,10 @@ def form(function: Callable[..., Any]) -> type[Any]:
         for mark in marks:
             kind = mark[kind]
         fields.append((name, Annotated[kind, hint], default))
-    made = dataclasses.make_dataclass(function.__name__, fields)
+    form_class = dataclasses.make_dataclass(function.__name__, fields)
     doc = docstring_parser.parse(function.__doc__ or "")
-    made.__doc__ = " ".join(f"{doc.short_description} {doc.long_description or ''}".split())
-    return made
+    form_class.__doc__ = " ".join(f"{doc.short_description} {doc.long_description or ''}".split())
+    return form_class
 
 
 def documented(text: str, default: object) -> Any:
@@ -134,13 +134,13 @@ def values_of(function: Callable[..., Any], options: Any) -> dict[str, Any]:
 
 def call(function: Callable[..., int | None], command: str, arguments: Sequence[str]) -> int:
     """Run a command without settings on its arguments. Returns its exit status."""
-    shown = {
+    labels = {
         name: name.upper() if option.positional else interfaces.option(name)
         for name, option in options_of(function).items()
     }
-    interfaces.offer(shown)
+    interfaces.offer(labels)
     values = values_of(function, read(form(function), command, arguments))
-    positional = [values.pop(name) for name in shown if shown[name].isupper()]
+    positional = [values.pop(name) for name in labels if labels[name].isupper()]
     return function(*positional, **values) or 0
 
 
@@ -182,18 +182,18 @@ def _sentence(text: str, command: str, kind: Any) -> str:
             return f"unknown option '{first}': options begin with two dashes. {see}"
         return f"'{first}' is one word too many for 'stretto {command}'. {see}"
     if title == "Required options":
-        shown = [
+        matches = [
             re.fullmatch(r"(--[\w.-]+|[A-Z_.\[\]]+)(?: [A-Z]\S*)?", line) for line in lines[1:]
         ]
-        named = [match[1] for match in shown if match]
-        return f"'stretto {command}' needs {' and '.join(named) or body}. {see}"
+        missing = [match[1] for match in matches if match]
+        return f"'stretto {command}' needs {' and '.join(missing) or body}. {see}"
     choice = re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", body)
     if choice:
         value = choice[1]
         option = choice[2]
-        known = re.findall(r"'([^']*)'", choice[3])
-        meant = f" Did you mean '{near(value, known)[0]}'?" if near(value, known) else ""
-        return f"{option} {value}: must be one of {', '.join(map(repr, known))}.{meant}"
+        choices = re.findall(r"'([^']*)'", choice[3])
+        meant = f" Did you mean '{near(value, choices)[0]}'?" if near(value, choices) else ""
+        return f"{option} {value}: must be one of {', '.join(map(repr, choices))}.{meant}"
     value_error = re.match(r"Error parsing ([\w.-]+): (.*)", body)
     if value_error:
         option, reason = value_error.groups()

@@ -122,9 +122,9 @@ def _problem(file: str, sizes: Sizes, capacity: float | None) -> tuple[Problem, 
     from stretto.pipelines.sizes import UNITS, Parallel, Units, make_problem
 
     if file:
-        given = [f.name for f in fields(Sizes) if getattr(sizes, f.name) != f.default]
-        if given:
-            raise ConfigError(f"a file says all of the problem: leave out {_flags(given)}")
+        size_names = [f.name for f in fields(Sizes) if getattr(sizes, f.name) != f.default]
+        if size_names:
+            raise ConfigError(f"a file says all of the problem: leave out {_flags(size_names)}")
         problem = Problem.read(file)
         return problem if capacity is None else replace(problem, capacity=capacity), Units()
     missing = [name for name in _NEEDED_SIZES if not getattr(sizes, name)]
@@ -156,7 +156,7 @@ def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
     peers += [("1F1B+", plus)] if plus else []
     status: str = solution.status + (f", {gap:.2%} over it" if gap else "")
     ratio = f", {solution.peak / serial.peak:.2f} of" if serial.peak else ", as"
-    ended = "interrupted after" if solution.interrupted else "searched"
+    verb = "interrupted after" if solution.interrupted else "searched"
     proved = "; no schedule of this latency needs less" if solution.memory_proved else ""
     return [
         f"latency {latency:,} {units.time} (bound {solution.bound:,}): {status}",
@@ -165,7 +165,7 @@ def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
         f"peak activation memory {units.of_memory(solution.peak)}{ratio} serial 1F1B's "
         f"{units.of_memory(serial.peak)}{proved}",
         f"devices idle {solution.evaluation.bubble_share:.1%} of the time",
-        f"{ended} {solution.seconds:.1f} s",
+        f"{verb} {solution.seconds:.1f} s",
     ]
 
 

@@ -72,27 +72,27 @@ def _write(plan: Plan, file: str, recipe: str, also: Mapping[str, Any]) -> None:
 
 
 def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
-    found, w = plan.found, plan.spec.workload
+    plans, w = plan.found, plan.spec.workload
     yield (
         f"{name} on {gpus} {plan.spec.hardware.gpu.name}: {w.batch} responses a step of "
         f"{w.mean_tokens:.0f} tokens on average, prompts included, and up to {w.max_new_tokens}"
     )
-    shown = list(found.best)
-    for further in (found.runnable, found.baseline):
-        if further and further not in shown:
-            shown.append(further)
-    for number, result in enumerate(shown, 1):
+    results = list(plans.best)
+    for further in (plans.runnable, plans.baseline):
+        if further and further not in results:
+            results.append(further)
+    for number, result in enumerate(results, 1):
         yield from _plan(number, result, plan)
-    if found.baseline is None:
+    if plans.baseline is None:
         yield "   No layout with all roles on all GPUs, one after another, fits."
     yield (
-        f"{found.candidates:,} candidates; {found.simulated:,} simulated in {found.seconds:.0f} s, "
-        f"{found.unfit:,} looked at that do not fit"
+        f"{plans.candidates:,} candidates; {plans.simulated:,} simulated in {plans.seconds:.0f} s, "
+        f"{plans.unfit:,} looked at that do not fit"
     )
-    if found.bound_s < shown[0].step_s:
+    if plans.bound_s < results[0].step_s:
         yield (
             "   Not all were simulated: one that was left out might take "
-            f"{_brief(found.bound_s)} s a step (--minutes for a longer search)"
+            f"{_brief(plans.bound_s)} s a step (--minutes for a longer search)"
         )
     for assumption in plan.assumed:
         yield f"Assumed: {assumption}"
@@ -113,7 +113,7 @@ def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
         f"{candidate.variant}, {where}{sync}"
     )
     yield f"   {_roles(candidate, plan)}"
-    held = ", ".join(
+    memory = ", ".join(
         f"{phase} {_gb(sum(parts.values()))}"
         for phase, parts in memory_by_phase(plan.spec, candidate).items()
         if scored or phase != "scoring"
@@ -121,7 +121,7 @@ def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
     usable = format_size(round(plan.spec.hardware.usable_bytes))
     on_host = _gb(host_bytes(plan.spec.models, layout))
     host = f"; host {on_host} for each" if layout.offload else ""
-    yield f"   GB of a GPU, of {usable} that can be filled: {held}{host}"
+    yield f"   GB of a GPU, of {usable} that can be filled: {memory}{host}"
     idle = ", ".join(
         f"{cause} {100 * share:.0f} %"
         for cause, share in sorted(result.idle.items(), key=lambda item: -item[1])

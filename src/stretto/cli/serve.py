@@ -122,14 +122,14 @@ async def _serve(
         host, port, *_ = listener.getsockname()
         # Without this, a web page could use the keyless server through a domain name that leads
         # here.
-        own = is_loopback(host) and not key
+        local_only = is_loopback(host) and not key
         app = Server(
             engine,
             policy.tokenizer,
             policy.name,
             api_key=key,
             label=policy.label,
-            hosts=OWN_HOSTS if own else ("*",),
+            hosts=OWN_HOSTS if local_only else ("*",),
             end_tokens=policy.engine.settings.end_tokens,
             template_arguments=policy.template_arguments,
         ).app
@@ -149,8 +149,8 @@ async def _serve(
         finally:
             for task in work:
                 task.cancel()
-            ended = await asyncio.gather(*work, return_exceptions=True)
-        for error in ended:
+            outcomes = await asyncio.gather(*work, return_exceptions=True)
+        for error in outcomes:
             if isinstance(error, Exception):
                 raise error
     finally:

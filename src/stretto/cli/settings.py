@@ -70,15 +70,15 @@ def parse_with_config(
     recipe = leading_recipe(arguments)
     config = config or recipes.load(recipe or "arithmetic", checked=False)
     own_names, kind = [*options_of(function)], type(config)
-    every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
-    offered = {name for name in every if not only or _within(name, only)}
+    all_names = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
+    offered = {name for name in all_names if not only or _within(name, only)}
     interfaces.offer({name: interfaces.option(name) for name in (*offered, *own_names[1:])})
-    shown, more = _asked_for_help(arguments, offered)
-    if shown is not None:
-        arguments, offered = ["--help"], shown
-    named = _named(arguments, offered, own_names, kind)
+    help_names, more = _asked_for_help(arguments, offered)
+    if help_names is not None:
+        arguments, offered = ["--help"], help_names
+    changed_names = _named(arguments, offered, own_names, kind)
     if not {"-h", "--help"} & {*arguments}:  # without help, parsing few options is faster
-        offered = named
+        offered = changed_names
     own_form, mirror = form(function), _mirror(kind, offered, config.model_dump())
     both = _apart(own=own_form, settings=mirror)
     both.__doc__ = own_form.__doc__
@@ -86,12 +86,12 @@ def parse_with_config(
         parsed = read(both, command, arguments)
     finally:
         print(more, end="")
-    values = {name: attrgetter(name)(parsed.settings) for name in named}
+    values = {name: attrgetter(name)(parsed.settings) for name in changed_names}
     for name, value in values.items():
         if isinstance(attrgetter(name)(config), dict):
             values[name] = table_of(value, name)
-    own = values_of(function, parsed.own)
-    file = own.get("overrides", "")
+    command_options = values_of(function, parsed.own)
+    file = command_options.get("overrides", "")
     result = changed(
         config,
         changes.read(file) if file else {},
@@ -99,15 +99,15 @@ def parse_with_config(
         where=f"'{file}' and the command line" if file else "command line",
         start=recipe,
     )
-    named_recipe = own[own_names[0]]
+    named_recipe = command_options[own_names[0]]
     if named_recipe not in ("", recipe):  # the options were read with other defaults
         raise ConfigError(f"the recipe comes before the options: write '{named_recipe}' first")
-    return result, own
+    return result, command_options
 
 
 def call_with_config(function: Callable[..., int | None], *line: Any, **start: Any) -> int:
-    config, own = parse_with_config(function, *line, **start)
-    return function(config, own.pop(next(iter(own))), **own) or 0
+    config, options = parse_with_config(function, *line, **start)
+    return function(config, options.pop(next(iter(options))), **options) or 0
 
 
 def _apart(**parts: type[Any]) -> type[Any]:
@@ -132,14 +132,14 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 def _asked_for_help(arguments: Sequence[str], offered: set[str]) -> tuple[set[str] | None, str]:
     """Return the settings to document, ``None`` without ``--help``, and a line on the rest."""
-    asked = [i for i, argument in enumerate(arguments) if argument in ("-h", "--help")]
+    help_indices = [i for i, argument in enumerate(arguments) if argument in ("-h", "--help")]
     common = offered & {*COMMON}
     if "--help-all" in arguments:
         return offered, ""
-    if not asked:
+    if not help_indices:
         return None, ""
     sections = list(dict.fromkeys(n.partition(".")[0] for n in sorted(offered) if "." in n))
-    for section in arguments[asked[0] + 1 :]:
+    for section in arguments[help_indices[0] + 1 :]:
         if section not in sections:
             raise ConfigError(
                 f"--help {section}: there is no such section. {nearest(section, sections)}"
@@ -162,7 +162,7 @@ def _named(
     options: Collection[str],
     kind: type[Section],
 ) -> set[str]:
-    found, options_begin = set[str](), False
+    names, options_begin = set[str](), False
     lists = {name for name in offered if _is_list(kind, name)}
     for argument in arguments:
         if not argument.startswith("--"):
@@ -173,16 +173,16 @@ def _named(
         section, dot, leaf = name.rpartition(".")
         positive = f"{section}{dot}{leaf.removeprefix('no_')}"
         if name in offered or positive in offered:
-            if name in found & lists:
-                shown = argument.partition("=")[0]
+            if name in names & lists:
+                option = argument.partition("=")[0]
                 raise ConfigError(
-                    f"{shown} is given twice; give all of its values behind one: {shown} A B",
+                    f"{option} is given twice; give all of its values behind one: {option} A B",
                     "option-repeated",
                 )
-            found.add(name if name in offered else positive)
+            names.add(name if name in offered else positive)
         elif not {name, positive} & {*options, "help", ""}:
             raise ConfigError(_unknown(argument.partition("=")[0], name, options, kind))
-    return found
+    return names
 
 
 def _is_list(kind: type[Section], name: str) -> bool:
@@ -203,12 +203,12 @@ def _refuse_hydra_style(argument: str, offered: Collection[str], options_begin: 
 
 
 def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section]) -> str:
-    own = get_close_matches(name, options, n=1, cutoff=0.8)
+    matches = get_close_matches(name, options, n=1, cutoff=0.8)
     if name in IN_FILES_ALONE:
         return f"'{shown}' is spelled in a file alone, as [[{name}]]; name it with --overrides"
-    if name in recipes.setting_names(kind) and not own:
+    if name in recipes.setting_names(kind) and not matches:
         return f"'{shown}' has no effect on what this command does; leave it out"
-    hint = f"Did you mean `{own[0]}`?" if own else recipes.hint(name, kind)
+    hint = f"Did you mean `{matches[0]}`?" if matches else recipes.hint(name, kind)
     return f"unknown option '{shown}'. {hint}"
 
 
@@ -230,9 +230,9 @@ def _mirror(
             if typing.get_origin(kind) is dict:
                 # Keys that the recipe's table lacks can be given, too.
                 kind, text = tuple[str, ...], f"{text} As key=value; replaces the recipe's."
-                words = (tomli_w.dumps({key: each}).strip() for key, each in value.items())
+                words = (tomli_w.dumps({key: entry}).strip() for key, entry in value.items())
                 value = tuple(word.replace(" = ", "=", 1) for word in words)
             fields.append((name, Annotated[kind, documented(text or "", value)], value))
-    made = dataclasses.make_dataclass(section.__name__, fields)
-    made.__doc__ = section.__doc__
-    return made
+    mirror_class = dataclasses.make_dataclass(section.__name__, fields)
+    mirror_class.__doc__ = section.__doc__
+    return mirror_class

@@ -83,8 +83,8 @@ def command_train(
 
 
 def run_train(arguments: Sequence[str]) -> int:
-    config, own = parse(arguments)
-    command_train(config, own.pop("recipe"), **own)
+    config, options = parse(arguments)
+    command_train(config, options.pop("recipe"), **options)
     return 0
 
 
@@ -101,12 +101,12 @@ def parse(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
 
         source = RunDirectory.open(resumed).config_file
     start = recipes.load(source, checked=bool(resumed))
-    config, own = parse_with_config(command_train, "train", arguments, config=start)
-    if own["resume"] != (resumed or ""):
+    config, options = parse_with_config(command_train, "train", arguments, config=start)
+    if options["resume"] != (resumed or ""):
         raise ConfigError("--resume was given twice; name one run directory")
     if resumed:
         check_resumable(start, config)
-    return config, own
+    return config, options
 
 
 def command_sft(
@@ -194,10 +194,10 @@ def command_align(
         dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
     """
     if resume:
-        given = {"recipe": recipe, "algorithm": algorithm, "seed": seed, "out": out}
-        given |= {"dry_run": dry_run, **options}
+        arguments = {"recipe": recipe, "algorithm": algorithm, "seed": seed, "out": out}
+        arguments |= {"dry_run": dry_run, **options}
         defaults = options_of(command_align)
-        if any(value != defaults[name].default for name, value in given.items()):
+        if any(value != defaults[name].default for name, value in arguments.items()):
             raise ConfigError(
                 f"--resume {resume} goes on as it was begun, with the settings in that folder; "
                 "leave out the recipe and all other options"
@@ -213,8 +213,8 @@ def command_align(
     from stretto.cli.dry_run import describe_run, describe_supervised
 
     seeded = {} if seed is None else {"seed": seed}
-    chosen = {"algorithm__name": algorithm} if algorithm else {}
-    stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | chosen)
+    algorithm_change = {"algorithm__name": algorithm} if algorithm else {}
+    stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | algorithm_change)
     check_settings(stages)
     if dry_run:
         print("\n".join([*replaced(stages), describe_supervised(stages.sft)]))
@@ -236,10 +236,10 @@ def command_align(
 def _show(result: Aligned) -> None:
     pairs = result.pairs
     learned = result.reward
-    measured = result.after.measured
-    held, win = learned.held_out, measured.win_rate
+    measurement = result.after.measured
+    held_out, win = learned.held_out, measurement.win_rate
     assert win
-    accuracy = f"held-out accuracy {held.accuracy:.3f}" if held else "nothing held out"
+    accuracy = f"held-out accuracy {held_out.accuracy:.3f}" if held_out else "nothing held out"
     print(
         f"reward model: {accuracy}, learned from {pairs.kept} pairs (left out: {pairs.ties} ties, "
         f"{pairs.unended} without an end, {pairs.empty} empty)\n"
@@ -249,9 +249,9 @@ def _show(result: Aligned) -> None:
         "| tokens | ended |\n"
         "|---|---|---|---|---|---|---|---|\n"
         f"{_row('after SFT', result.before)}\n{_row('after RL', result.after)}\n\n"
-        f"Win-rate and gold score by {win.by}, on {measured.samples} prompts, against reference "
+        f"Win-rate and gold score by {win.by}, on {measurement.samples} prompts, against reference "
         f"responses (gold score {win.reference_score:.2f}). KL to the SFT model, and its "
-        f"perplexity on the responses. Overlap: {measured.seen}.\n"
+        f"perplexity on the responses. Overlap: {measurement.seen}.\n"
         f"all stages are in {result.folder}"
     )
 
@@ -281,7 +281,7 @@ def command_recipes(recipe: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
             print(recipes.text_of(name, kinds[command]), end="")
             return
         case [name]:
-            having = [each for each, kind in kinds.items() if name in recipes.names(kind)]
+            having = [owner for owner, kind in kinds.items() if name in recipes.names(kind)]
             print(recipes.text_of(name, kinds[having[0] if having else "train"]), end="")
             return
         case [_, *_]:
