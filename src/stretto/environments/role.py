@@ -206,13 +206,11 @@ class EnvironmentRole:
     def close(self) -> None:
         close_all(self._places)
 
-    async def _appended(
-        self, live: _Live, response: Response, observation: Observation
-    ) -> Observation:
-        if observation.ended_by:
-            return observation
+    async def _appended(self, live: _Live, response: Response, reply: Observation) -> Observation:
+        if reply.ended_by:
+            return reply
         standing = [*response.prompt.tokens, *response.tokens.tolist()]
-        new_messages = observation.messages[1:]
+        new_messages = reply.messages[1:]
         context = live.bridge.context(standing, new_messages, prompt=_conversation(response.prompt))
         if context is None:
             if self._config.on_break == "refuse":
@@ -220,38 +218,32 @@ class EnvironmentRole:
                     f"environment.on_break = 'refuse': {live.bridge.breaks}",
                     "template-rewrites-history",
                 )
-            prompt = self._rendered(live, response.prompt, [*live.messages, *observation.messages])
+            prompt = self._rendered(live, response.prompt, [*live.messages, *reply.messages])
             if len(prompt.tokens) <= self._max_prompt_tokens:
                 live.forks += 1
                 fork = fork_id(live.id, live.forks)
                 live.samples.add(fork)
                 return replace(
-                    observation,
-                    rollout_id=fork,
-                    prompt=prompt,
-                    messages=(),
-                    left=observation.messages,
+                    reply, rollout_id=fork, prompt=prompt, messages=(), left=reply.messages
                 )
         elif response.sampling is None or (
             len(response) + len(context) < response.sampling.max_new_tokens
         ):
-            return replace(observation, tokens=np.array(context, np.int32))
+            return replace(reply, tokens=np.array(context, np.int32))
         # The answer does not fit the context: end without it, because the policy cannot read it.
         final = await self._ask(live, {"do": "finish"})
-        reward = summed(observation.reward, final.get("reward"))
+        reward = summed(reply.reward, final.get("reward"))
         failure = {"failure": final["failure"]} if "failure" in final else {}
         return replace(
-            observation,
+            reply,
             reward=reward,
             ended_by="tokens",
-            messages=observation.messages[:1],
-            record={**observation.record, **failure},
+            messages=reply.messages[:1],
+            record={**reply.record, **failure},
         )
 
-    async def _judged(
-        self, live: _Live, response: Response, observation: Observation
-    ) -> Observation:
-        messages = (*live.messages[len(live.begun) :], *observation.messages)
+    async def _judged(self, live: _Live, response: Response, reply: Observation) -> Observation:
+        messages = (*live.messages[len(live.begun) :], *reply.messages)
         cut = response.finish is FinishReason.LENGTH
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
         episode_response = replace(response, prompt=live.prompt, finish=finish, messages=messages)
@@ -268,7 +260,7 @@ class EnvironmentRole:
         for judge in self._judges:
             if (why := scores[judge.name].get("error")) is not None:
                 scores[judge.name] = {"error": judge.failure(episode_response, why)}
-        return replace(observation, record={**observation.record, "scores": scores})
+        return replace(reply, record={**reply.record, "scores": scores})
 
     def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
         """Return the prompt after the environment's opening, or ``None`` if it is unchanged."""
@@ -424,22 +416,17 @@ class EnvironmentRole:
 
     def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
         live.turns, live.number = len(log) - 1, log[-1].number
-        live.messages += [
-            message for observation in log for message in (*observation.left, *observation.messages)
-        ]
-        live.samples |= {observation.rollout_id for observation in log}
+        live.messages += [message for entry in log for message in (*entry.left, *entry.messages)]
+        live.samples |= {entry.rollout_id for entry in log}
         live.forks = max(abs(sample - live.id) for sample in live.samples) // FORKS
         if self._replay == "recorded":
             return
         turns = _turns(response)
         if len(turns) < len(log) - 1:
             raise self._lost(response.id, "some of its turns are in other samples")
-        for at, observation in enumerate(log[1:]):
+        for at, entry in enumerate(log[1:]):
             turn = live.bridge.parse(turns[at], ended=True, tools=live.tools)
-            answer = {
-                "messages": list((*observation.left, *observation.messages)[1:]),
-                "reward": observation.reward,
-            }
+            answer = {"messages": list((*entry.left, *entry.messages)[1:]), "reward": entry.reward}
             turn_data = _as_plain(turn, at, response, cut=False, tokens=turns[at])
             live.history.append((turn_data, answer))
 
