@@ -319,7 +319,8 @@ def test_fields_that_would_change_the_distribution_are_noted_once() -> None:
     async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> float:
         client = client_of(base_url, api_key)
         await ask(client, [user("q")], tools=[ADD], **FIELDS)
-        await ask(client, [user("r")], tools=[ADD], presence_penalty=0.5, verbosity="low")
+        newer = {"verbosity": "low"}  # not in the oldest client
+        await ask(client, [user("r")], tools=[ADD], presence_penalty=0.5, extra_body=newer)
         await ask(client, [user("s")], tool_choice="none", response_format={"type": "text"})
         return 1.0
 
