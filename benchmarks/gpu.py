@@ -42,7 +42,6 @@ import ppo_step
 from _shared import parse
 from stretto import api
 from stretto.assembly.models import Overrides
-from stretto.cli import contracts
 from stretto.config import PRESETS, Config, OptimizerConfig, RolloutConfig
 from stretto.errors import first_line, is_installed
 from stretto.models.shapes import known_config
@@ -55,6 +54,7 @@ from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.placement import places
 from stretto.scoring.models import reference_scorer
+from stretto.testing import contracts
 from stretto.training.sharded import Grid, ShardedModel
 from stretto.training.trained import LearningRate, TrainedModel
 

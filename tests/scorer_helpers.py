@@ -11,11 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from helpers import told
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import ModelScorer
-from stretto.testing import make_chunk
-from stretto.types import Chunk, FinishReason, Message, Prompt, Score
+from stretto.testing.contracts import scores_of
+from stretto.types import FinishReason, Message, Prompt
 
 EOS = 258
 
@@ -33,11 +32,6 @@ def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     made.chat_template = template
     return made
-
-
-def scores_of(scorer: ModelScorer, rollouts: Sequence[Rollout]) -> list[Score]:
-    scorer.admit(told(rollouts))
-    return list(scorer.finish([r.id for r in rollouts]))
 
 
 def byte_rollout(id_: int, prompt: str, response: str, *, stop: bool = True) -> Rollout:
@@ -99,15 +93,6 @@ def begun(r: Rollout, tokens: int = 0) -> Rollout:
     return Rollout(r.id, r.prompt, r.group, r.tokens[:tokens])
 
 
-def chunk(r: Rollout, start: int, stop: int) -> Chunk:
-    finish = r.finish if stop >= len(r) else None
-    tokens = tuple(r.tokens[start:stop])
-    return make_chunk(r.id, start, tokens, (-1.0,) * len(tokens), 0, finish)
-
-
 def stream(scorer: ModelScorer, made: Sequence[Rollout], size: int) -> list[np.ndarray[Any, Any]]:
     """Scores of rollouts that all grow by chunks of one size."""
-    scorer.admit(told([begun(r) for r in made]))
-    for start in range(0, max(map(len, made)), size):
-        scorer.extend([chunk(r, start, start + size) for r in made if start <= max(0, len(r) - 1)])
-    return [s.values for s in scorer.finish([r.id for r in made])]
+    return [score.values for score in scores_of(scorer, made, size)]

@@ -72,7 +72,7 @@ DOCUMENTED_ELSEWHERE = [
     "rollout/*.py",
     "workers/*.py",
     *(f"training/{name}.py" for name in ("backprop", "pipelined", "sharded", "trained")),
-    "testing.py",
+    "testing/__init__.py",
     *(
         f"schedules/{name}.py"
         for name in ("chunking", "controller", "hold", "migration", "models", "overcommit")

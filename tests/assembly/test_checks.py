@@ -21,7 +21,7 @@ from transformers import (
 import stretto
 from helpers import llama
 from raising import raises
-from scorer_helpers import byte_rollout, reward_model, scores_of, stream
+from scorer_helpers import byte_rollout, reward_model, stream
 from stretto.assembly import roles
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.assembly.roles import RoleFactory, check_engine
@@ -37,6 +37,7 @@ from stretto.runtime.run import Run, start
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load
+from stretto.testing.contracts import scores_of
 from stretto.types import FinishReason, Prompt
 from stretto.weights.channel import SharedChannel
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stretto import __version__, errors, evaluation, runs
-from stretto.cli import contracts, doctor
+from stretto.cli import doctor
 from stretto.cli.main import COMMANDS, main
 from stretto.cli.settings import COMMON
 from stretto.config import Config, ModelConfig, SftConfig, TaskConfig, recipes
@@ -23,6 +23,7 @@ from stretto.errors import RewardError
 from stretto.evaluation import EvalResult, answers
 from stretto.observe import RunDirectory
 from stretto.tasks import TaskRow
+from stretto.testing import contracts
 from stretto.types import FinishReason
 from stretto.workers import ray_cluster
 

@@ -13,7 +13,7 @@ import pytest
 from engine_helpers import Virtual
 from helpers import critic_of, llama, told
 from raising import raises
-from scorer_helpers import begun, byte_rollout, chunk, reward_model
+from scorer_helpers import begun, byte_rollout, reward_model
 from stretto.config import TaskConfig
 from stretto.config.sections import reward_source
 from stretto.errors import LifecycleError
@@ -26,6 +26,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.testing import World, make_chunk
+from stretto.testing.contracts import chunk_of, scores_of
 
 Make = Callable[..., Any]
 
@@ -77,21 +78,10 @@ def rollouts() -> list[Rollout]:
     return [byte_rollout(i, f"p{i}", text, stop=i != 3) for i, text in enumerate(texts)]
 
 
-def values(scorer: Any, made: list[Rollout], size: int = 0) -> list[Any]:
-    """Scores, with responses told whole, or chunk by chunk from a first token on."""
-    if not size:
-        scorer.admit(told(made))
-    else:
-        scorer.admit(told([begun(r) for r in made]))
-        for start in range(0, max(map(len, made)), size):
-            scorer.extend([chunk(r, start, start + size) for r in made if start < len(r)])
-    return list(scorer.finish([r.id for r in made]))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_there_is_one_score_each_in_the_order_asked(name: str, make: Make) -> None:
     scorer, made = make(name), rollouts()[::-1]
-    scores = values(scorer, made)
+    scores = scores_of(scorer, made)
     assert [s.rollout_id for s in scores] == [r.id for r in made]
     for score, r in zip(scores, made, strict=True):
         facts = (scorer.info.name, scorer.info.kind, None)
@@ -107,8 +97,8 @@ def test_chunks_of_any_size_make_the_same_scores(
     name: str, size: int, slots: int, make: Make
 ) -> None:
     """Bit for bit, unless a model reads responses while they grow."""
-    scorer, whole = make(name, slots), values(make(name), rollouts())
-    for score, expected in zip(values(scorer, rollouts(), size), whole, strict=True):
+    scorer, whole = make(name, slots), scores_of(make(name), rollouts())
+    for score, expected in zip(scores_of(scorer, rollouts(), size), whole, strict=True):
         assert score.values == pytest.approx(expected.values, abs=1e-4 if slots else 0, rel=0)
 
 
@@ -123,9 +113,9 @@ def test_what_a_scorer_cannot_do_is_refused_and_forgets_nothing(name: str, make:
     for r, start in ((done, len(done)), (going, 2), (going, 0)):
         with raises(LifecycleError, "chunk-not-next", f"tokens {start}", f"rollout {r.id}"):
             scorer.extend([make_chunk(r.id, start, (1,), (0.0,), 0)])
-    scorer.extend([chunk(going, 1, 99)])
+    scorer.extend([chunk_of(going, 1, 99)])
     assert len(given[0].tokens) == 1  # the scorer has a copy of its own
-    expected = {s.rollout_id: s.values for s in values(make(name), [going, done])}
+    expected = {s.rollout_id: s.values for s in scores_of(make(name), [going, done])}
     for score, id_ in zip(scorer.finish([1, 0]), (1, 0), strict=True):
         assert score.rollout_id == id_
         assert score.values == pytest.approx(expected[id_], abs=1e-5)
@@ -138,11 +128,11 @@ def test_what_a_scorer_cannot_do_is_refused_and_forgets_nothing(name: str, make:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_released_is_forgotten(name: str, make: Make) -> None:
     scorer, made = make(name, 8), rollouts()
-    expected = values(make(name), made)
+    expected = scores_of(make(name), made)
     scorer.admit(told([begun(r) for r in made]))
-    scorer.extend([chunk(r, 0, 1) for r in made])
+    scorer.extend([chunk_of(r, 0, 1) for r in made])
     scorer.release([r.id for r in made] + [99])
-    scores = values(scorer, made, 2)  # admitted again, and again when they were scored
-    for again in (scores, values(scorer, made)):
+    scores = scores_of(scorer, made, 2)  # admitted again, and again when they were scored
+    for again in (scores, scores_of(scorer, made)):
         for score, of in zip(again, expected, strict=True):
             assert score.values == pytest.approx(of.values, abs=1e-4)

@@ -19,9 +19,9 @@ import torch
 from pretended import GPU
 
 from run_helpers import run, settings
-from stretto.cli import contracts
 from stretto.config import OptimizerConfig
 from stretto.models.offload import CopyStream, OffloadedTensors
+from stretto.testing import contracts
 from stretto.training.losses import MicroBatch
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import WeightsRef

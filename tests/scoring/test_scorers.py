@@ -20,7 +20,7 @@ from helpers import (
 )
 from raising import raises
 from run_helpers import worker_of
-from scorer_helpers import EOS, bert, byte_rollout, plain_score, reward_model, scores_of
+from scorer_helpers import EOS, bert, byte_rollout, plain_score, reward_model
 from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import ModelError
 from stretto.models.heads import critic_from_actor
@@ -35,6 +35,7 @@ from stretto.scoring.models import (
     reads_last_token,
     reference_scorer,
 )
+from stretto.testing.contracts import scores_of
 from stretto.types import FinishReason, Prompt
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6)]

@@ -31,7 +31,7 @@ from helpers import (
 )
 from raising import raises
 from rounding import GRADIENT_TERMS, rounding
-from scorer_helpers import begun, bert, chunk, stream
+from scorer_helpers import begun, bert, stream
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import CachedPass, SlotCache, slots_within
 from stretto.models.tiny import byte_tokenizer
@@ -40,6 +40,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
+from stretto.testing.contracts import chunk_of
 from stretto.types import FinishReason, Message, Prompt
 
 EOS = 258
@@ -157,7 +158,7 @@ class Driver:
             self.ended -= set(here)
 
     def _extend(self, ids: Sequence[int], size: int) -> None:
-        chunks = [chunk(self.made[i], self.given[i], self.given[i] + size) for i in ids]
+        chunks = [chunk_of(self.made[i], self.given[i], self.given[i] + size) for i in ids]
         self.scorer.extend(chunks)
         self.ended |= {c.rollout_id for c in chunks if c.finish}
 
@@ -245,9 +246,9 @@ def test_only_the_last_chunk_is_left_when_a_rollout_ends(part: str, extra: int) 
     scorer.admit(told([begun(r)]))
     assert scorer.read_tokens == 49
     for start in range(0, 32, 8):
-        scorer.extend([chunk(r, start, start + 8)])
+        scorer.extend([chunk_of(r, start, start + 8)])
     assert scorer.read_tokens == 50 + 31
-    scorer.extend([chunk(r, 32, 40)])
+    scorer.extend([chunk_of(r, 32, 40)])
     assert scorer.read_tokens == 50 + 39 + extra
     got = [scorer.finish([0])[0].values]
     assert scorer.read_tokens == 50 + 39 + extra
@@ -264,7 +265,7 @@ def test_a_prompt_is_read_once_for_all_its_samples() -> None:
     assert scorer.read_tokens == 29 + 19
     scorer.admit(told([begun(made[3])]))
     assert scorer.read_tokens == 29 + 19
-    scorer.extend([chunk(r, 0, 9) for r in made])
+    scorer.extend([chunk_of(r, 0, 9) for r in made])
     assert scorer.read_tokens == 29 + 19 + sum(map(len, made))
     got = [s.values for s in scorer.finish([0, 1, 2, 3])]
     assert_same(got, whole(reference_scorer(model, 0.7, 100), made))
@@ -302,13 +303,13 @@ def test_rollouts_beyond_the_slots_wait_for_one_or_their_end() -> None:
     scorer = critic_scorer(model, 1000, slots=2, say=said.append)
     scorer.admit(told([begun(r) for r in made[:4]]))
     assert scorer.read_tokens == 3  # the one prompt of the first two, less its last token
-    scorer.extend([chunk(r, 0, 5) for r in made[:4]])
+    scorer.extend([chunk_of(r, 0, 5) for r in made[:4]])
     assert scorer.read_tokens == 3 + 5 + 5
     got = [s.values for s in scorer.finish([1, 3])]  # in a slot; without one
     assert scorer.read_tokens == 3 + 5 + 5 + 3
-    scorer.extend([chunk(made[2], 5, 9)])  # the second's slot is the third's now
+    scorer.extend([chunk_of(made[2], 5, 9)])  # the second's slot is the third's now
     assert scorer.read_tokens == 3 + 5 + 5 + 3 + 9  # its prompt comes from the first's
-    scorer.extend([chunk(made[0], 5, 9), chunk(made[2], 9, 13)])
+    scorer.extend([chunk_of(made[0], 5, 9), chunk_of(made[2], 9, 13)])
     got += [s.values for s in scorer.finish([0, 2])]
     assert_same(got, [expected[i] for i in (1, 3, 0, 2)])
     assert said == [
@@ -445,14 +446,14 @@ def test_carried_rollouts() -> None:
     values = critic_scorer(critic, 1000, slots=2, channel=CHANNEL)
     for scorer in (reference, values):
         scorer.admit(told([begun(r) for r in made]))
-        scorer.extend([chunk(r, 0, 8) for r in made])
+        scorer.extend([chunk_of(r, 0, 8) for r in made])
         scorer.finish([1])
         assert scorer.read_tokens == 9 + 4 + 8 + 8
     weights = moved(critic, 1)
     values.load(ticket(1, fingerprint(weights.items()), weights))
     for scorer, read in ((reference, 12), (values, 29)):
         before = scorer.read_tokens
-        scorer.extend([chunk(made[0], 8, 20)])
+        scorer.extend([chunk_of(made[0], 8, 20)])
         assert scorer.read_tokens == before + read
     assert_same(
         [reference.finish([0])[0].values], whole(reference_scorer(actor, 1.0, 99), made[:1])
@@ -639,9 +640,9 @@ def test_little_is_left_of_text_too_and_nothing_is_taken_back(
     scorer.admit(told([begun(r)]))
     last = len(r) - len(r) % 16
     for start in range(0, last, 16):
-        scorer.extend([chunk(r, start, start + 16)])
+        scorer.extend([chunk_of(r, start, start + 16)])
     before = scorer.read_tokens
-    scorer.extend([chunk(r, last, len(r))])
+    scorer.extend([chunk_of(r, last, len(r))])
     got = [scorer.finish([0])[0].values]
     everything = judge(tokenizer, 0)
     assert_same(got, whole(everything, [r]))
@@ -717,9 +718,9 @@ def test_a_prompt_that_is_read_in_another_way_later_is_not_shared() -> None:
     scorer = judge(tokenizer, slots=2)
     scorer.admit(told([begun(made[0])]))
     for start in (0, 16, 32):
-        scorer.extend([chunk(made[0], start, start + 16)])
+        scorer.extend([chunk_of(made[0], start, start + 16)])
     scorer.admit(told([begun(made[1])]))
-    scorer.extend([chunk(made[1], 0, 99)])
+    scorer.extend([chunk_of(made[1], 0, 99)])
     assert_same([s.values for s in scorer.finish([0, 1])], whole(judge(tokenizer, 0), made))
 
 

@@ -23,7 +23,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from helpers import told
 from raising import raises
-from scorer_helpers import plain_score, reward_model, scores_of
+from scorer_helpers import plain_score, reward_model
 from stretto.config import DemonstrationsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.models.tiny import byte_tokenizer
@@ -35,6 +35,7 @@ from stretto.tasks.encode import MARK, Encoder
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.supervised import Demonstration, example_of
+from stretto.testing.contracts import scores_of
 from stretto.types import FinishReason, Message, Prompt
 
 SPECIAL = ["<s>", "</s>", "<unk>", "[SEP]", "<|im_start|>"]

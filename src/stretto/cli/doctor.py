@@ -85,7 +85,7 @@ def check_gpu() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding("broken", "cuda", "torch sees no GPU, so there is nothing to check")
         return
-    from stretto.cli.contracts import checked
+    from stretto.testing.contracts import checked
 
     device = torch.device("cuda", 0)
     yield Finding("ok", "cuda:0", torch.cuda.get_device_name(device))

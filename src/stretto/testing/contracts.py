@@ -1,4 +1,4 @@
-"""Contracts of engines and scorers that a device could break, a part of tests/contracts."""
+"""Contracts of engines and scorers that a device could break. ``tests/contracts`` has more."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.models import critic_scorer, reference_scorer
+from stretto.testing import make_chunk
 from stretto.training.trained import WholeModel
 from stretto.types import Chunk, FinishReason, Hold, Observation, Prompt, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
@@ -141,19 +142,18 @@ def _moves(device: torch.device) -> str:
     return "with its keys and values, and without, a rollout goes on as if it had stayed"
 
 
-def _take(engine: TorchEngine, rollouts: Sequence[Rollout], tokens: int) -> Sequence[Chunk]:
-    """Decode rollouts whose ids are their places. Return their chunks."""
+def _take(engine: TorchEngine, rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
+    """Decode rollouts whose ids are their places. Return those that ended a turn."""
     chunks = engine.decode(tokens).chunks
     for chunk in chunks:
         rollouts[chunk.rollout_id].append(chunk)
-    return chunks
+    return [rollouts[c.rollout_id] for c in chunks if c.finish is FinishReason.TURN]
 
 
 def _turns(device: torch.device) -> str:
     model = _small(device)
     made = {how: _episodes(model, how) for how in get_args(Hold)}
-    several = sum(len(r.turns) > 1 for r in made["keep"])
-    _require(several > 0, "no turn has ended")
+    _require(any(len(r.turns) > 1 for r in made["keep"]), "no turn has ended")
     for how, others in made.items():
         _same_tokens(others, made["keep"], f"after a wait by hold = '{how}'")
     return "kept on the device, on the host or made again, a rollout goes on the same after a turn"
@@ -167,10 +167,7 @@ def _episodes(model: nn.Module, how: Hold) -> list[Rollout]:
         r.sampling = Sampling(24, max_turn_tokens=12)
     engine.admit([r.response() for r in made])
     for _ in range(24):
-        for chunk in _take(engine, made, 5):
-            r = made[chunk.rollout_id]
-            if chunk.finish is not FinishReason.TURN:
-                continue
+        for r in _take(engine, made, 5):
             engine.hold([r.id], how)
             if len(r) + 2 < r.most_tokens:
                 context = np.array([r.id, len(r)], np.int32)
@@ -244,22 +241,25 @@ def _scorers(device: torch.device) -> str:
 
 def _streamed_gap(make: Callable[[int], ModelScorer], made: Sequence[Rollout]) -> float:
     """Return the largest difference between scores of complete and of streamed responses."""
-    found = []
-    for slots in (0, len(made)):
-        scorer = make(slots)
-        begun = [Rollout(r.id, r.prompt, r.group) for r in made] if slots else made
-        scorer.admit([r.response() for r in begun])
-        for start in range(0, max(map(len, made)) if slots else 0, 5):
-            scorer.extend([_chunk(r, start, start + 5) for r in made if start < len(r)])
-        found.append([s.values for s in scorer.finish([r.id for r in made])])
-    whole, streamed = found
-    return max(float(np.abs(a - b).max()) for a, b in zip(whole, streamed, strict=True))
+    whole, streamed = scores_of(make(0), made), scores_of(make(len(made)), made, 5)
+    gaps = (np.abs(a.values - b.values).max() for a, b in zip(whole, streamed, strict=True))
+    return float(max(gaps))
 
 
-def _chunk(r: Rollout, start: int, stop: int) -> Chunk:
-    tokens = np.array(r.tokens[start:stop], np.int32)
-    logprobs = np.array(r.logprobs[start:stop], np.float32)
-    return Chunk(r.id, start, tokens, logprobs, 0, r.finish if stop >= len(r) else None)
+def scores_of(scorer: Any, rollouts: Sequence[Rollout], size: int = 0) -> list[Any]:
+    """Score complete rollouts, told at once or in chunks of ``size`` tokens."""
+    told = [Rollout(r.id, r.prompt, r.group) for r in rollouts] if size else rollouts
+    scorer.admit([r.response(text=True) for r in told])
+    longest = max(map(len, rollouts)) if size else 0
+    for start in range(0, longest, size or 1):
+        growing = [r for r in rollouts if start <= max(0, len(r) - 1)]
+        scorer.extend([chunk_of(r, start, start + size) for r in growing])
+    return list(scorer.finish([r.id for r in rollouts]))
+
+
+def chunk_of(r: Rollout, start: int, stop: int) -> Chunk:
+    finish = r.finish if stop >= len(r) else None
+    return make_chunk(r.id, start, r.tokens[start:stop], r.logprobs[start:stop], 0, finish)
 
 
 CONTRACTS: Mapping[str, Callable[[torch.device], str]] = {
