@@ -407,15 +407,13 @@ _IDLE = {
 }
 
 HEEDED = (
-    *("run_name", "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "max_grad_norm", "optim", "use_cpu", "data_seed"),
-    *("report_to", "disable_tqdm", "save_strategy", "eval_strategy", "eval_steps"),
+    *("run_name", "num_train_epochs", "max_steps", "per_device_train_batch_size", "warmup_steps"),
+    *("gradient_accumulation_steps", "adam_beta1", "adam_beta2", "max_grad_norm", "use_cpu"),
+    *("data_seed", "report_to", "disable_tqdm", "save_strategy", "eval_strategy", "eval_steps"),
     *("save_steps", "save_total_limit", "resume_from_checkpoint"),
     *("do_train", "do_eval", "do_predict"),
-    "use_liger_kernel",
 )
-"""Arguments of transformers that have an effect here or in the script."""
+"""Further arguments of transformers that have an effect here or in the script."""
 
 _NAMES = sorted({f.name for config in CONFIGS for f in fields(config)})
 
@@ -445,5 +443,5 @@ _OWN = {
 REMARKS |= {
     name: "it is not known here"
     for name in _NAMES
-    if name not in {*_OWN, *HEEDED, *REFUSALS, *REMARKS}
+    if name not in {*_OWN, *SETS, *HEEDED, *REFUSALS, *REMARKS}
 }
