@@ -34,7 +34,7 @@ from stretto.config.cluster import generator_names
 from stretto.config.schedule import Settings
 from stretto.observe.spans import Spans
 from stretto.protocols import RealClock
-from stretto.runtime.clients import generator_client, scorer_client
+from stretto.runtime.clients import GeneratorClient, ScorerClient
 from stretto.runtime.state import copied, write
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.controls import Controls
@@ -43,8 +43,9 @@ from stretto.schedules.rollout import Rollout, restored, train_batch
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Chunk, FinishReason, Prompt, Score, TrainBatch, TrainOutput, WeightsRef
-from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.ranks import Ranks
+from stretto.workers.services import Makes
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class IdleLearner:
 
 def launched(name: str, makes: Makes) -> Ranks:
     """Start a process."""
-    return Ranks(1, Host, (makes,), threads=1, role=name)
+    return Ranks(1, services=makes, threads=1, role=name)
 
 
 def prompts() -> Prompt:
@@ -92,7 +93,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
     spans = Spans(RealClock())
     schedule = Schedule(
         prompts,
-        [generator_client(n, GroupExecutor(groups[n], n), spans) for n in names],
+        [GeneratorClient(n, GroupExecutor(groups[n], n), spans) for n in names],
         [scorer(groups["reward"], spans)],
         IdleLearner(),
         Controls(
@@ -127,7 +128,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
 
 def scorer(group: ServiceGroup, spans: Spans) -> ScorerReplica:
     """Return the scorer, as the schedule knows it."""
-    return ScorerReplica(scorer_client(IdleScorer.info, GroupExecutor(group, "reward"), spans))
+    return ScorerReplica(ScorerClient(IdleScorer.info, GroupExecutor(group, "reward"), spans))
 
 
 def rows(args: argparse.Namespace) -> Sequence[str]:

@@ -20,13 +20,13 @@ from _handover import Side
 from _shared import parse
 from stretto.types import WeightsRef
 from stretto.weights.transfer import Meeting, open_store
-from stretto.workers.group import GroupExecutor, Host, ServiceGroup
+from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.ranks import Ranks
 
 
 def launched(megabytes: int, bucket_mb: int) -> Ranks:
     """Start a process with one side."""
-    return Ranks(1, Host, ({"side": (Side, (megabytes, bucket_mb))},), threads=1, role="side")
+    return Ranks(1, services={"side": (Side, (megabytes, bucket_mb))}, threads=1, role="side")
 
 
 def memcpy_s(megabytes: int) -> float:
@@ -53,16 +53,16 @@ def measure(followers: int, args: argparse.Namespace) -> tuple[float, float]:
     with ThreadPoolExecutor(followers + 1) as pool:
         for turn in range(args.rounds):
             ref = WeightsRef("actor", turn, "x", "broadcast")
-            mark = learner.ask("put", ref).value
+            mark = learner.ask(Side.put, ref).value
             loading = [
-                pool.submit(o.ask, "load", ref, mark, w)
+                pool.submit(o.ask, Side.load, ref, mark, w)
                 for o, w in zip(others, ways[1:], strict=True)
             ]
-            learner.ask("send", ref, ways[0])
+            learner.ask(Side.send, ref, ways[0])
             ours.append(max(f.result().value for f in loading))
             routes = meeting.routes("plain", turn, followers + 1)
             done = [
-                pool.submit(o.ask, "plain", r)
+                pool.submit(o.ask, Side.plain, r)
                 for o, r in zip((learner, *others), routes, strict=True)
             ]
             plain.append(max(f.result().value for f in done))

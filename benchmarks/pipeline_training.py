@@ -37,6 +37,7 @@ from stretto.pipelines.executor.stages import Name
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.pipelined import PipelinePlan, Planner
+from stretto.training.stages import StageTrainer
 from stretto.training.trained import LearningRate
 
 PROFILED = 4
@@ -129,7 +130,7 @@ class Bench:
         self.ranks = staged.ranks
 
     def run(self, plan: PipelinePlan, batches: Sequence[MicroBatch]) -> list[Timings]:
-        said = self.ranks.call("run", plan.schedule, plan.problem, batches, 0.05, True)
+        said = self.ranks.call(StageTrainer.run, plan.schedule, plan.problem, batches, 0.05, True)
         return [timings for timings, _ in said]
 
     def planner(self, schedule: str) -> Planner:
@@ -141,7 +142,7 @@ class Bench:
         planners = {name: self.planner(name) for name in ("serial", "fused")}
         runs = [self.run(planners["serial"].plan(count), batches) for _ in range(PROFILED)]
         timings = min(runs, key=makespan_us)
-        kept = self.ranks.call("saved_bytes", batches[0])
+        kept = self.ranks.call(StageTrainer.saved_bytes, batches[0])
         for planner in planners.values():
             planner.measure(profile(self.layout, timings, kept))
         plans = {name: planner.plan(count) for name, planner in planners.items()}

@@ -32,7 +32,7 @@ def main() -> None:
         filled = []
         for way, words in WAYS.items():
             ranks = Ranks(count, Rank, (args.model, args.bucket_mb))
-            found = [ranks.call(way) for _ in range(args.rounds)]
+            found = [ranks.call(getattr(Rank, way)) for _ in range(args.rounds)]
             seconds = min(max(rank[0] for rank in each) for each in found)
             beside = max(rank[2] for each in found for rank in each)
             print(
@@ -40,7 +40,7 @@ def main() -> None:
                 f"| {beside / 1e6:.0f} |",
                 flush=True,
             )
-            filled.append(ranks.call("slices"))
+            filled.append(ranks.call(Rank.slices))
             ranks.close()
         for ours, theirs in zip(*filled, strict=True):
             assert all(ours[name].equal(tensor) for name, tensor in theirs.items())

@@ -71,7 +71,7 @@ def main() -> None:
             ranks = Ranks(fsdp * tp, Side, (folder, tp))
             for name in args.algorithms:
                 batch = batch_of(name, LENGTHS, vocabulary)
-                found = ranks.call("learn", settings(name), batch, args.steps, not args.memory)
+                found = ranks.call(Side.learn, settings(name), batch, args.steps, not args.memory)
                 gradients, weights, seconds, _ = found[0]
                 before = whole.setdefault(name, (gradients, weights))
                 used = [

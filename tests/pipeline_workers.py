@@ -110,8 +110,9 @@ class Trainer:
         """By model: most micro-batches alive at once since the last look, and those alive now."""
         return {name: watched.look() for name, watched in self.stages.items()}
 
-    def saved(self, tokens: Tensor) -> tuple[int, ...]:
-        return tuple(saved_bytes(self.stages[name].stage, tokens) for name in NAMES)
+    def saved(self, tokens: Tensor) -> tuple[int, int]:
+        actor, critic = (saved_bytes(self.stages[name].stage, tokens) for name in NAMES)
+        return actor, critic
 
     def post(self) -> tuple[bool, bool]:
         """Whether a tensor is there until it has been sent, and afterwards."""

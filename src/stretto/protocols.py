@@ -8,10 +8,9 @@ time. A role answers calls in their order. Generators and scorers that lost thei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from stretto.types import (
     Chunk,
@@ -33,55 +32,10 @@ DRIVER = "driver"
 RECORDS = "driver/records"
 """Name of the spans in which the driver records a step, before it starts the next one."""
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteMethod:
-    """How an executor calls a role's method. Clients and services are derived from it.
-
-    Attributes:
-        span: its name in traces. Empty if it takes no time worth recording.
-        light: needs no offloaded tensors, and almost no memory on the device.
-        reads: leaves offloaded tensors unchanged.
-        waits: waits for offloaded tensors itself, when it needs them.
-        alike: all ranks with slices of a model return the same value.
-    """
-
-    span: str = ""
-    light: bool = False
-    reads: bool = False
-    waits: bool = False
-    alike: bool = False
-
-
-def remote(
-    span: str = "",
-    *,
-    light: bool = False,
-    reads: bool = False,
-    waits: bool = False,
-    alike: bool = False,
-) -> Callable[[F], F]:
-    """Mark a method of a role's protocol as remotely callable through an executor."""
-
-    def mark(method: F) -> F:
-        vars(method)["remote"] = RemoteMethod(span, light, reads, waits, alike)
-        return method
-
-    return mark
-
-
-def remote_methods(role: type) -> dict[str, RemoteMethod]:
-    """Return the remotely callable methods of a role's protocol, by name."""
-    marks = {name: getattr(getattr(role, name), "remote", None) for name in dir(role)}
-    return {name: method for name, method in marks.items() if method}
-
 
 class Replaceable(Protocol):
     """Base of generators and scorers: roles whose process may be replaced."""
 
-    @remote("load")
     async def load(self, weights: WeightsRef) -> None:
         """Use these weights from now on, after verification. Never called on a frozen scorer.
 
@@ -102,11 +56,9 @@ class Replaceable(Protocol):
 class Generator(Replaceable, Protocol):
     """Decodes rollouts with the actor."""
 
-    @remote(light=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. A response that already has tokens continues after them."""
 
-    @remote("gen", alike=True)
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Add up to ``max_tokens`` tokens to every admitted rollout, plus accepted speculative ones
         (``speculative_tokens``).
@@ -118,21 +70,17 @@ class Generator(Replaceable, Protocol):
         admitted again with additional tokens.
         """
 
-    @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Drop rollouts, finished or not. Unknown ids are ignored."""
 
-    @remote(light=True)
     async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
         """Choose the treatment of parked rollouts' KV cache, kept until then. Ignores others."""
 
-    @remote("migrate")
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Give up rollouts that continue on another generator, in the requested order. Their tokens
         are in the rollouts, because ``decode`` has returned every chunk.
         """
 
-    @remote("migrate")
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         """Continue rollouts that another generator exported, with one transfer each."""
 
@@ -144,19 +92,15 @@ class Scorer(Replaceable, Protocol):
     def info(self) -> ScorerInfo:
         """Facts about the scorer. They may change with a call."""
 
-    @remote(reads=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Announce responses whose chunks will follow. The scorer may start on their prompts."""
 
-    @remote("prefill", reads=True)
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         """Add tokens to admitted rollouts, in order for each rollout."""
 
-    @remote("score", reads=True, alike=True)
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score rollouts whose last chunk was added, in the requested order, and drop them."""
 
-    @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Drop rollouts without a score. Unknown ids are ignored."""
 
@@ -185,13 +129,11 @@ class Environment(Protocol):
 class Learner(Protocol):
     """Owns and trains the trained weights."""
 
-    @remote("update", waits=True)
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step on scored responses. The metrics must include ``objective/scores``, the
         mean reward, which controllers follow.
         """
 
-    @remote("publish", light=True)
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
 

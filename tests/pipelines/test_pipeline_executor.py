@@ -25,7 +25,7 @@ from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
-from stretto.pipelines.executor.stages import Name, StageLayout, cut
+from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
@@ -64,20 +64,20 @@ def require_close(ours: Tensor, serial: Tensor, most: float = 1e-6) -> None:
 
 
 def load(ranks: Ranks, layout: StageLayout, actor: Any, critic: Any) -> None:
-    stages = []
+    stages: list[tuple[Stage, Stage, StageLayout]] = []
     for rank in range(layout.ranks):
         pair = []
         models: tuple[tuple[Name, Any], ...] = (("actor", actor), ("critic", critic))
         for name, model in models:
             count, _ = layout.of(name)
             pair.append(cut(model, count, layout.place(name, rank)[1]))
-        stages.append((*pair, layout))
-    ranks.call_each("load", stages)
+        stages.append((pair[0], pair[1], layout))
+    ranks.call_each(Trainer.load, stages)
 
 
 def require_equal_gradients(ranks: Ranks, layout: StageLayout, expected: Any) -> None:
     """Of all ranks, after a step; together they are all of both models'."""
-    answers = ranks.call("gradients")
+    answers = ranks.call(Trainer.gradients)
     for name, serial in expected.items():
         seen = set()
         whole = torch.stack([g.double().norm() for g in serial.values()]).norm().item()
@@ -143,9 +143,11 @@ def require_equal_steps(
     actors = range(layout.actor_pipelines)
     critics = range(layout.actor_pipelines, layout.actor_pipelines + layout.critic_pipelines)
     for schedule in schedules(problem_of(layout, *counts)):
-        timings = ranks.call("step", schedule, *batches)
+        timings = ranks.call(Trainer.step, schedule, batches[0], batches[1], None)
         require_equal_gradients(ranks, layout, expected)
-        for rank, (word, held) in enumerate(zip(schedule.words, ranks.call("held"), strict=True)):
+        for rank, (word, held) in enumerate(
+            zip(schedule.words, ranks.call(Trainer.held), strict=True)
+        ):
             assert held == {
                 "actor": (most_held(word, actors), 0),
                 "critic": (most_held(word, critics), 0),
@@ -200,13 +202,13 @@ def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> No
             parameter.requires_grad_("layers.1." in name)
     load(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
-    two.call("step", greedy(problem_of(layout, 4, 4)), batches, batches)
+    two.call(Trainer.step, greedy(problem_of(layout, 4, 4)), batches, batches)
     expected = {
         "actor": serial_gradients(actor, batches),
         "critic": serial_gradients(critic, batches),
     }
     require_equal_gradients(two, layout, expected)
-    first, second = two.call("held")
+    first, second = two.call(Trainer.held)
     assert (first["actor"][0], second["critic"][0]) == (1, 1)
 
 
@@ -219,16 +221,16 @@ def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> N
     for model in (actor, critic):
         set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
     load(two, layout, actor, critic)
-    two.call("train")
-    two.call("step", greedy(problem_of(layout, 4, 4)), batches, batches)
-    for answer in two.call("gradients"):
+    two.call(Trainer.train)
+    two.call(Trainer.step, greedy(problem_of(layout, 4, 4)), batches, batches)
+    for answer in two.call(Trainer.gradients):
         for key, gradient in answer["critic"][0].items():
             assert gradient.dtype == torch.bfloat16
             require_close(gradient, expected[key])  # the same operations in the same order
 
 
 def test_what_is_sent_is_kept_until_it_has_left(two: Ranks) -> None:
-    assert two.call("post") == [(True, False), (True, False)]
+    assert two.call(Trainer.post) == [(True, False), (True, False)]
 
 
 def test_gradients_add_up_over_runs(two: Ranks) -> None:
@@ -239,7 +241,7 @@ def test_gradients_add_up_over_runs(two: Ranks) -> None:
     load(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     for part in (batches[:1], batches[1:]):
-        two.call("step", greedy(problem_of(layout, len(part), 2)), part, batches[:2])
+        two.call(Trainer.step, greedy(problem_of(layout, len(part), 2)), part, batches[:2])
     expected = {
         "actor": serial_gradients(actor, batches),
         "critic": serial_gradients(critic, [*batches[:2], *batches[:2]]),
@@ -260,7 +262,7 @@ def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
         ),
         ModelPipelines.of(2, 1, 4, forward=[9, 30], backward=[20, 50], activation=1.0),
     )
-    two.call("step", solve(problem, seconds=0.2).schedule, batches, batches, problem)
+    two.call(Trainer.step, solve(problem, seconds=0.2).schedule, batches, batches, problem)
     expected = {
         "actor": serial_gradients(actor, batches),
         "critic": serial_gradients(critic, batches),
@@ -274,9 +276,9 @@ def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
     load(two, layout, actor, critic_of(language_model("llama", layers=2)))
     batches = make_batches([(16,) * 8] * 4, seed=3)
     schedule = one_f_one_b(problem_of(layout, 4, 4))
-    saved = two.call("saved", batches[0].tokens)
+    saved = two.call(Trainer.saved, batches[0].tokens)
     for _ in range(2):
-        timings: list[Timings] = two.call("step", schedule, batches, batches)
+        timings: list[Timings] = two.call(Trainer.step, schedule, batches, batches)
     for t in timings:
         moments = [m for each in zip(t.asked, t.start, t.end, strict=True) for m in each]
         assert moments == sorted(moments)
@@ -290,7 +292,7 @@ def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
     assert problem.critic.activation == (saved[1][1], saved[0][1])
     assert problem.actor.activation[0] > 1.8 * problem.critic.activation[0] > 0
     assert evaluate(problem, schedule).latency <= 1.5 * makespan_us(timings)
-    two.call("gradients")
+    two.call(Trainer.gradients)
 
 
 @pytest.fixture

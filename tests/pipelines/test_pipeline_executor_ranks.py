@@ -35,7 +35,7 @@ LIMIT_S = 10.0
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2, Misbehaving, ("hello",), threads=3, words={"hang": "a long wait"})
+    ranks = Ranks(2, Misbehaving, ("hello",), threads=3, words={Misbehaving.hang: "a long wait"})
     yield ranks
     ranks.close()
 
@@ -46,13 +46,13 @@ def require_none_left() -> None:
 
 
 def test_calls_answer_by_rank(ranks: Ranks) -> None:
-    assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]
-    assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
-    assert ranks.call("threads") == [3, 3]
+    assert ranks.call(Misbehaving.greet, "you") == ["hello you, from 0", "hello you, from 1"]
+    assert ranks.call_each(Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
+    assert ranks.call(Misbehaving.threads) == [3, 3]
     ranks.close()
     ranks.close()
     with raises(RankError, "ranks-ended"):
-        ranks.call("greet", "you")
+        ranks.call(Misbehaving.greet, "you")
     require_none_left()
 
 
@@ -72,7 +72,7 @@ def test_calls_answer_by_rank(ranks: Ranks) -> None:
 def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str) -> None:
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:
-        ranks.call("fail", how, 1)
+        ranks.call(Misbehaving.fail, how, 1)
     assert time.monotonic() - begun < LIMIT_S
     assert str(caught.value).startswith(said)
     assert caught.value.rank == 1
@@ -87,7 +87,7 @@ def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str)
 def test_a_death_after_an_error_does_not_hide_it(ranks: Ranks) -> None:
     cause = "rank 0 had raised: ValueError: the true cause (pipeline_misbehaving.py"
     with raises(RankError, "rank-died", "rank 1 of 2", "SIGABRT", "'both'", cause) as caught:
-        ranks.call("both")
+        ranks.call(Misbehaving.both)
     assert caught.value.__notes__[0].startswith("On rank 0:\nTraceback")
 
 
@@ -96,7 +96,7 @@ def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: Ranks)
     there = threading.Event()
     ranks.watch(lambda error: (told.append(error), there.set())[0])
     ranks.remedy = "try again"
-    pids = ranks.call("pid")
+    pids = ranks.call(Misbehaving.pid)
     assert not there.wait(0.2)
     os.kill(pids[0], signal.SIGKILL)
     assert there.wait(LIMIT_S)
@@ -106,7 +106,7 @@ def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: Ranks)
         "All ranks have been ended; mend the cause, and try again"
     )
     with pytest.raises(RankError) as caught:
-        ranks.call("pid")
+        ranks.call(Misbehaving.pid)
     assert caught.value is told[0]
     ranks.watch(told.append)
     assert told == [caught.value] * 2
@@ -137,21 +137,21 @@ def test_arguments_are_packed_one_by_one(ranks: Ranks, monkeypatch: pytest.Monke
             done.append("packed")
             return int, (3,)
 
-    ranks.call_each("take", [(Packed(),), (Packed(),)])
+    ranks.call_each(Misbehaving.take, [(Packed(),), (Packed(),)])
     assert done == ["packed", "sent"] * 2
 
 
 def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: Ranks) -> None:
     with pytest.raises(pickle.PicklingError, match=r"local object .*<lambda>"):
-        ranks.call_each("take", [(1,), (lambda: 0,)])
+        ranks.call_each(Misbehaving.take, [(1,), (lambda: 0,)])
     with raises(RankError, "ranks-ended"):
-        ranks.call("pid")
+        ranks.call(Misbehaving.pid)
     require_none_left()
 
 
 def test_the_first_to_fail_is_named_even_if_another_is_heard_before(ranks: Ranks) -> None:
     with raises(RankError, "rank-failed", "rank 1 of 2", "'late': SlowError: early on rank 1"):
-        ranks.call("late")
+        ranks.call(Misbehaving.late)
 
 
 def test_a_rank_that_cannot_start_is_named() -> None:
@@ -166,16 +166,16 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
     critic = critic_of(actor)
     ranks = Ranks(2, Trainer, ())
     ranks.call_each(
-        "load",
+        Trainer.load,
         [(cut(actor, 2, rank), cut(critic, 2, 1 - rank), layout) for rank in range(2)],
     )
     batches = [Batch(torch.ones(2, 5, dtype=torch.long), (5, 4))] * 4
     schedule = greedy(problem_of(layout, 4, 4))
-    ranks.call("step", schedule, batches, batches)
-    ranks.call("doom")
+    ranks.call(Trainer.step, schedule, batches, batches)
+    ranks.call(Trainer.doom)
     begun = time.monotonic()
     with raises(RankError, "rank-died", "rank 1 of 2", "SIGKILL", "'step'"):
-        ranks.call("step", schedule, batches, batches)
+        ranks.call(Trainer.step, schedule, batches, batches)
     assert time.monotonic() - begun < LIMIT_S
     require_none_left()
 
@@ -184,7 +184,7 @@ def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
     timer = threading.Timer(0.5, ranks.close)
     timer.start()
     with raises(RankError, "ranks-ended"):
-        ranks.call("hang")
+        ranks.call(Misbehaving.hang)
     timer.join()
     require_none_left()
 
@@ -194,8 +194,8 @@ import sys; sys.path.insert(0, {tests!r})
 from pipeline_misbehaving import Misbehaving
 from stretto.workers.ranks import Ranks
 ranks = Ranks(2, Misbehaving, ("hello",))
-print(*ranks.call("pid"), flush=True)
-ranks.call("hang")
+print(*ranks.call(Misbehaving.pid), flush=True)
+ranks.call(Misbehaving.hang)
 """
 
 

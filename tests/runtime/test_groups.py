@@ -36,7 +36,8 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
-from stretto.runtime.kv_transfer import KVRouter
+from stretto.runtime.clients import KVRouter
+from stretto.runtime.learner import LearnerService
 from stretto.runtime.placement import ProcessPlacement
 from stretto.runtime.processes import LAUNCHERS, Launcher
 from stretto.runtime.run import Run, start
@@ -715,14 +716,14 @@ def test_a_sharded_learner_trains_while_a_follower_sleeps(tiny_folder: Path) -> 
 
     async def slept(run: Run) -> None:
         trainer, generator = (run.workers.executors[n] for n in ("learner", "generator"))
-        ref = trainer.ask("publish").value["actor"]
+        ref = trainer.ask(LearnerService.publish).value["actor"]
         os.kill(generator.facts[0].pid, signal.SIGSTOP)
         try:
             syncing = asyncio.ensure_future(
                 asyncio.to_thread(run.sync.transfer, ref, ["generator"])
             )
             syncing.add_done_callback(lambda _: events.append("synced"))
-            await trainer.call("train", batch)
+            await trainer.call(LearnerService.train, batch)
             events.append("trained")
         finally:
             os.kill(generator.facts[0].pid, signal.SIGCONT)

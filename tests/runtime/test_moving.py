@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import torch
 
 from stretto.errors import TransferError
 from stretto.models.cached import RowCache
-from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVRouter, KVStore
+from stretto.runtime.clients import KVRouter
+from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVStore
+from stretto.runtime.services import GeneratorService
 from stretto.types import KVTransfer, Prompt, Reply, Response
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import Facts
@@ -37,16 +39,16 @@ class FakeGenerator:
         self.accepted: list[KVTransfer] = []
         self.gone = self.fails = False
 
-    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def aside_on_all(self, method: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         if self.fails:
             raise TransferError("broken off")
-        return [None if self.gone else getattr(self.kv_store, method)(*args)]
+        return [None if self.gone else getattr(self.kv_store, method.__name__)(*args)]
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return getattr(self.kv_store, method)(*args)
+    def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self.kv_store, method.__name__)(*args)
 
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
-        if method == "accept":
+    async def call(self, method: Callable[..., Any], *args: Any) -> Reply[Any]:
+        if method == GeneratorService.accept:
             _, transfers = args
             self.accepted = await asyncio.to_thread(self.kv_store.fetch, transfers)
         return Reply(None)
@@ -71,12 +73,14 @@ def moved(meeting: Meeting, transfers: Sequence[KVTransfer], *, gone: bool = Fal
     """Send transfers from one generator to another; return what the other gets."""
     giver, taker = FakeGenerator("generator 0"), FakeGenerator("generator 1")
     kv_router = KVRouter(meeting)
-    kv_router.serve("generator 0", giver)  # type: ignore[arg-type]
-    accept = kv_router.serve("generator 1", taker)  # type: ignore[arg-type]
+    kv_router.add("generator 0", giver)  # type: ignore[arg-type]
+    kv_router.add("generator 1", taker)  # type: ignore[arg-type]
     tickets = giver.kv_store.keep(transfers)
     assert all(t.cache is None or isinstance(t.cache, KVHandle) for t in tickets)
     giver.gone = gone
-    asyncio.run(accept(responses([t.rollout_id for t in tickets]), tickets))
+    asyncio.run(
+        kv_router.accept("generator 1", responses([t.rollout_id for t in tickets]), tickets)
+    )
     return taker.accepted
 
 
@@ -110,12 +114,12 @@ def test_a_pair_of_generators_has_one_group_until_one_is_another_or_it_breaks(
 ) -> None:
     giver, taker = FakeGenerator("generator 0"), FakeGenerator("generator 1")
     kv_router = KVRouter(meeting)
-    kv_router.serve("generator 0", giver)  # type: ignore[arg-type]
-    accept = kv_router.serve("generator 1", taker)  # type: ignore[arg-type]
+    kv_router.add("generator 0", giver)  # type: ignore[arg-type]
+    kv_router.add("generator 1", taker)  # type: ignore[arg-type]
 
     def moved_once() -> int:
         tickets = giver.kv_store.keep([KVTransfer(4, cache(0, 3), 3)])
-        asyncio.run(accept(responses([4]), tickets))
+        asyncio.run(kv_router.accept("generator 1", responses([4]), tickets))
         return kv_router._count
 
     assert [moved_once(), moved_once()] == [1, 1]
@@ -134,5 +138,5 @@ def test_the_way_between_two_generators_is_measured(meeting: Meeting) -> None:
     kv_router = KVRouter(meeting)
     for name in ("generator 0", "generator 1"):
         generator: Any = FakeGenerator(name)
-        kv_router.serve(name, generator)
+        kv_router.add(name, generator)
     assert kv_router.bytes_per_s("generator 0", "generator 1") > SAMPLE_BYTES / 60

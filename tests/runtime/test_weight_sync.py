@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from raising import raises
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import Spans
 from stretto.protocols import RealClock
-from stretto.runtime.clients import generator_client
+from stretto.runtime.clients import GeneratorClient
+from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Loaded, Offer
 from stretto.runtime.weight_sync import (
     TRIES,
@@ -34,6 +35,7 @@ from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import Facts
 
 CPU = torch.device("cpu")
+Method = Callable[..., Any]
 REF = WeightsRef("actor", 1, "x", "broadcast")
 NEW = {"w": torch.arange(1000.0), "b": torch.ones(7, dtype=torch.bfloat16)}
 PROBE: FloatArray = np.array([[-1.0, -2.0]], np.float32)
@@ -53,8 +55,10 @@ class FakeLearner:
         self.sender.put(REF, NEW)
         self.probe, self.sends = PROBE, 0
 
-    def aside_on_all(self, method: str, ref: WeightsRef, *rest: Any, timeout_s: float) -> list[Any]:
-        if method == "offer":
+    def aside_on_all(
+        self, method: Method, ref: WeightsRef, *rest: Any, timeout_s: float
+    ) -> list[Any]:
+        if method == LearnerService.offer:
             plan = self.sender.plan(ref)
             return [Offer(plan.mark, plan.size, self.probe)]
         self.sends += 1
@@ -83,15 +87,15 @@ class FakeFollower:
         self.asked, self.released = threading.Event(), threading.Event()
         self.ended = threading.Event()
 
-    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def aside_on_all(self, method: Method, *args: Any, timeout_s: float) -> list[Any]:
         if self.fault == "stopped":
-            raise RankError(f"no answer to '{method}' within {timeout_s:g} s")
-        return [getattr(self.receiver, method)(*args)]
+            raise RankError(f"no answer to '{method.__name__}' within {timeout_s:g} s")
+        return [getattr(self.receiver, method.__name__)(*args)]
 
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
+    async def call(self, method: Method, *args: Any) -> Reply[Any]:
         raise AssertionError(f"weights go past the call of {method}")
 
-    def ask(self, method: str, ref: WeightsRef) -> Reply[Loaded]:
+    def ask(self, method: Method, ref: WeightsRef) -> Reply[Loaded]:
         fault, self.fault = self.fault, "" if self.fault != "stopped" else self.fault
         if fault == "raises":
             raise ValueError("no memory")
@@ -364,7 +368,7 @@ def clients(sync: WeightSync, followers: Mapping[str, FakeFollower]) -> list[Any
     for name, follower in followers.items():
         executor: Any = follower
         load = sync.follow(name, executor, "actor")
-        made.append(generator_client(name, executor, spans, {"load": load}))
+        made.append(GeneratorClient(name, executor, spans, load))
     return made
 
 

@@ -104,15 +104,19 @@ class LentRanks:
         assert size == 2
         if LentRanks.hosts is None:
             LentRanks.hosts = Ranks(2, Host, ())
-        LentRanks.hosts.call("make", make, arguments)
+        LentRanks.hosts.call(Host.make, make, arguments)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self.call_each(method, [args, args])
 
-    def call_each(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(
+        self, method: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
         assert LentRanks.hosts
         try:
-            return LentRanks.hosts.call_each("call", [(method, args) for args in per_rank])
+            return LentRanks.hosts.call_each(
+                Host.call, [(method.__name__, args) for args in per_rank]
+            )
         except RankError:
             LentRanks.hosts = None  # they have been ended; the next test starts others
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -63,10 +64,10 @@ class FakeRanks:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def call(self, method: str, *_: Any) -> list[Any]:
-        self.asked.append(method)
+    def call(self, method: Callable[..., Any], *_: Any) -> list[Any]:
+        self.asked.append(method.__name__)
         metrics: dict[str, Any] = {"actor": pipelined.Metrics(), "critic": pipelined.Metrics()}
-        return KEPT if method == "saved_bytes" else [(ran, metrics) for ran in RAN]
+        return KEPT if self.asked[-1] == "saved_bytes" else [(ran, metrics) for ran in RAN]
 
 
 def test_every_seed_of_a_run_serves_the_search() -> None:

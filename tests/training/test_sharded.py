@@ -81,15 +81,15 @@ def assert_same_learning(
     spare: Sequence[int] = (),
 ) -> None:
     """Figures of each step, and the weights after the last."""
-    ranks.call("make", kind, given, spare)
+    ranks.call(ShardedRank.make, kind, given, spare)
     whole = whole_learner(kind, given)
     expected = [whole.train(batch).stats for batch in batches]
-    for stats in ranks.call("train", batches):
+    for stats in ranks.call(ShardedRank.train, batches):
         for got, want in zip(stats, expected, strict=True):
             assert got.keys() - {"passes/balance"} == want.keys()
             for name in want.keys() - ROUNDING:
                 assert got[name] == pytest.approx(want[name], rel=tolerance, abs=tolerance), name
-    (weights, marks), *others = ranks.call("weights")
+    (weights, marks), *others = ranks.call(ShardedRank.weights)
     assert all(not any(own.values()) for own, _ in others)
     assert all(other == marks for _, other in others)
     for model, tensors in whole.weights().items():
@@ -146,8 +146,8 @@ def test_gradients_are_those_of_one_process(
     ranks: Ranks = request.getfixturevalue(layout)
     given = algorithm_settings({"name": "grpo"}, training={"microbatch_tokens": 60})
     (batch,) = batches_of(given, 1)
-    ranks.call("make", kind, given)
-    got, *_ = ranks.call("first_gradients", batch)
+    ranks.call(ShardedRank.make, kind, given)
+    got, *_ = ranks.call(ShardedRank.first_gradients, batch)
     expected = first_gradients(whole_learner(kind, given), "update", batch)
     assert got.keys() == expected.keys()
     for name, want in expected.items():
@@ -192,8 +192,8 @@ def test_gradients_are_reduced_once_where_all_ranks_have_room(two: Ranks) -> Non
     batches = batches_of(given)
     counts = {}
     for spare in ([], [10**9] * 2, [10**9, 0]):
-        two.call("make", "plain", given, spare)
-        counts[len(spare), sum(spare)], other = two.call("reductions", batches)
+        two.call(ShardedRank.make, "plain", given, spare)
+        counts[len(spare), sum(spare)], other = two.call(ShardedRank.reductions, batches)
         assert other == counts[len(spare), sum(spare)]
     each, once, one_without = counts.values()
     groups = 3  # two layers, and what is around them
@@ -219,8 +219,8 @@ def test_passes_are_shared_out_by_tokens(two: Ranks) -> None:
     for i, rollout in enumerate(rollouts):
         rollout.prompt = replace(rollout.prompt, id=i // 2)
         del rollout.scores["critic"]
-    two.call("make", "plain", given)
-    (stats, *_), *_ = two.call("train", [train_batch(rollouts)])
+    two.call(ShardedRank.make, "plain", given)
+    (stats, *_), *_ = two.call(ShardedRank.train, [train_batch(rollouts)])
     assert stats["passes/balance"] == pytest.approx((20 + 10 + 9 + 8) / 2 / (20 + 8))
 
 
@@ -230,10 +230,10 @@ def test_bfloat16_models_have_float32_shards(kind: str, two: Ranks, tmp_path: Pa
     each_alone = {"microbatch_tokens": 1}  # so that passes have the same shapes
     given = algorithm_settings({"name": "ppo"}, training=each_alone)
     assert_same_learning(two, kind, given, batches_of(given), tolerance=1e-4)
-    two.call("write", tmp_path)
+    two.call(ShardedRank.write, tmp_path)
     masters = in_memory(shard_files.read(tmp_path))["models"]["actor"]["masters"]
     assert {t.dtype for t in masters.values()} == {torch.float32}
-    weights, _ = two.call("weights")[0]
+    weights, _ = two.call(ShardedRank.weights)[0]
     own = torch.float32 if kind == "bfloat16 lora" else torch.bfloat16  # of adapters
     assert all(t.dtype == own for t in weights["actor"].values())
     assert all(weights["actor"][n].equal(t.to(own)) for n, t in masters.items())
@@ -241,10 +241,10 @@ def test_bfloat16_models_have_float32_shards(kind: str, two: Ranks, tmp_path: Pa
 
 def test_each_rank_holds_its_part_alone(two: Ranks) -> None:
     given = algorithm_settings({"name": "rloo"})
-    two.call("make", "plain", given)
+    two.call(ShardedRank.make, "plain", given)
     whole = models("plain")[0].parameters()
     rows = [(len(p), p[0].numel()) for p in whole]
-    assert two.call("shard_elements") == [
+    assert two.call(ShardedRank.shard_elements) == [
         sum(-(-count // 2) * size for count, size in rows),
         sum(count // 2 * size for count, size in rows),
     ]
@@ -259,8 +259,8 @@ def test_weights_that_are_not_divided_stay_the_same_on_all_slices(
     (batch,) = batches_of(given, 1)
     ranks: Ranks = request.getfixturevalue(layout)
     for apart in (0.0, 2.0**-12):
-        ranks.call("make", "plain", given)
-        (first, _), (second, said), *_ = ranks.call("train_apart", batch, apart)
+        ranks.call(ShardedRank.make, "plain", given)
+        (first, _), (second, said), *_ = ranks.call(ShardedRank.train_apart, batch, apart)
         assert first.keys() == second.keys() >= {"model.norm.weight", "model.embed_tokens.weight"}
         assert all(tensor.equal(second[name]) for name, tensor in first.items())
         assert len(said) == (1 if apart else 0)
@@ -273,10 +273,12 @@ def test_logprobs_are_those_of_the_whole_model(two: Ranks, three: Ranks) -> None
     responses = train_batch(rollouts).responses()
     expected = whole_learner("plain", given).logprobs(responses)
     for ranks in (two, three):
-        ranks.call("make", "plain", given)
-        for got in ranks.call("logprobs", responses):
+        ranks.call(ShardedRank.make, "plain", given)
+        for got in ranks.call(ShardedRank.logprobs, responses):
             assert got == pytest.approx(expected, abs=OF_NORMS)
-        assert ranks.call("logprobs", responses[:1])[0] == pytest.approx(expected[:1], abs=OF_NORMS)
+        assert ranks.call(ShardedRank.logprobs, responses[:1])[0] == pytest.approx(
+            expected[:1], abs=OF_NORMS
+        )
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora", "partly frozen"])
@@ -292,12 +294,12 @@ def test_a_run_goes_on_with_other_ranks(
     shard_files.write(path / shard_files.file_name(), shard_files.packed(whole.state_dict()))
     for layout in ("two", "both", "three", "sliced"):
         ranks: Ranks = request.getfixturevalue(layout)
-        ranks.call("make", kind, given)
-        ranks.call("load", path)
-        ranks.call("train", [batch])
+        ranks.call(ShardedRank.make, kind, given)
+        ranks.call(ShardedRank.load, path)
+        ranks.call(ShardedRank.train, [batch])
         path = tmp_path / layout
         path.mkdir()
-        ranks.call("write", path)
+        ranks.call(ShardedRank.write, path)
         whole.train(batch)
     last = whole_learner(kind, given)
     last.load_state_dict(shard_files.read(path))
@@ -319,9 +321,9 @@ def test_each_ranks_file_has_its_pieces_alone(
     one.mkdir()
     shard_files.write(one / shard_files.file_name(), shard_files.packed(whole.state_dict()))
     ranks: Ranks = request.getfixturevalue(layout)
-    ranks.call("make", kind, given)
-    ranks.call("load", one)
-    ranks.call("write", tmp_path)
+    ranks.call(ShardedRank.make, kind, given)
+    ranks.call(ShardedRank.load, one)
+    ranks.call(ShardedRank.write, tmp_path)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [file.name for file in files] == [
         f"rank-{rank}-of-{len(files)}.safetensors" for rank in range(len(ranks.facts))
@@ -344,10 +346,10 @@ def test_published_weights_are_written_in_pieces_and_read_by_other_ranks(
     """Each element is in one file; one process may read them, too."""
     given = algorithm_settings({"name": "rloo"})
     ranks: Ranks = request.getfixturevalue(writing)
-    ranks.call("make", kind, given)
+    ranks.call(ShardedRank.make, kind, given)
     (batch,) = batches_of(given, 1)
-    ranks.call("train", [batch])
-    ranks.call("write", tmp_path, 3)
+    ranks.call(ShardedRank.train, [batch])
+    ranks.call(ShardedRank.write, tmp_path, 3)
     whole = whole_learner(kind, given)
     whole.load_state_dict(shard_files.read(tmp_path))
     actor = whole.trained["actor"]
@@ -362,32 +364,37 @@ def test_published_weights_are_written_in_pieces_and_read_by_other_ranks(
     assert found.keys() == weights.keys()
     assert all(t.equal(weights[name]) for name, t in found.items())
     others: Ranks = request.getfixturevalue(reading)
-    others.call("make", kind, given)
-    others.call("load", tmp_path)
-    assert all(others.call("holds", tmp_path, 3))
+    others.call(ShardedRank.make, kind, given)
+    others.call(ShardedRank.load, tmp_path)
+    assert all(others.call(ShardedRank.holds, tmp_path, 3))
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
 def test_the_model_is_saved_whole(kind: str, two: Ranks, tmp_path: Path) -> None:
     given = algorithm_settings({"name": "rloo"})
-    two.call("make", kind, given)
+    two.call(ShardedRank.make, kind, given)
     (batch,) = batches_of(given, 1)
-    two.call("train", [batch])
-    two.call("save", tmp_path / "model")
+    two.call(ShardedRank.train, [batch])
+    two.call(ShardedRank.save, tmp_path / "model")
     responses = [r for r in batch.responses() if len(r) == 4]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     plain = make_learner(saved, None, given)
-    assert two.call("logprobs", responses)[0] == pytest.approx(plain.logprobs(responses), abs=1e-4)
+    assert two.call(ShardedRank.logprobs, responses)[0] == pytest.approx(
+        plain.logprobs(responses), abs=1e-4
+    )
     assert (tmp_path / "model" / "adapter").exists() == (kind == "lora")
 
 
 def test_the_model_can_be_saved_in_the_middle_of_a_pass(three: Ranks, tmp_path: Path) -> None:
     """As on Ctrl-C: layers are whole on some ranks then, and the weights are those before it."""
     given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 1})
-    three.call("make", "plain", given)
-    before, _ = three.call("weights")[0]
+    three.call(ShardedRank.make, "plain", given)
+    before, _ = three.call(ShardedRank.weights)[0]
     (batch,) = batches_of(given, 1)
-    assert all("has ended" in error for error in three.call("save_beside_passes", batch, tmp_path))
+    assert all(
+        "has ended" in error
+        for error in three.call(ShardedRank.save_beside_passes, batch, tmp_path)
+    )
     for folder in sorted(tmp_path.iterdir()):
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert all(before["actor"][name].equal(p) for name, p in saved.named_parameters())
@@ -396,20 +403,20 @@ def test_the_model_can_be_saved_in_the_middle_of_a_pass(three: Ranks, tmp_path: 
 def test_an_update_begins_on_all_ranks_or_on_none(two: Ranks) -> None:
     """As when the end of a run reaches one of them sooner."""
     given = algorithm_settings({"name": "rloo"})
-    two.call("make", "plain", given)
-    (_, marks), _ = two.call("weights")
-    two.call_each("end_updates", [(False,), (True,)])
+    two.call(ShardedRank.make, "plain", given)
+    (_, marks), _ = two.call(ShardedRank.weights)
+    two.call_each(ShardedRank.end_updates, [(False,), (True,)])
     (batch,) = batches_of(given, 1)
-    assert all("the run has ended" in error for error in two.call("refused", batch))
-    assert [own for _, own in two.call("weights")] == [marks, marks]
+    assert all("the run has ended" in error for error in two.call(ShardedRank.refused, batch))
+    assert [own for _, own in two.call(ShardedRank.weights)] == [marks, marks]
 
 
 def test_all_ranks_refuse_an_infinite_gradient_and_keep_their_weights(two: Ranks) -> None:
     given = algorithm_settings({"name": "rloo"}, training={"lr": 1e-3})
-    two.call("make", "plain", given)
-    (_, marks), _ = two.call("weights")
+    two.call(ShardedRank.make, "plain", given)
+    (_, marks), _ = two.call(ShardedRank.weights)
     (batch,) = batches_of(given, 1)
     batch.logprobs[:] = -1e30
-    one, other = two.call("refused", batch)
+    one, other = two.call(ShardedRank.refused, batch)
     assert one == other != ""
-    assert two.call("weights")[0][1] == marks
+    assert two.call(ShardedRank.weights)[0][1] == marks

@@ -87,7 +87,7 @@ def test_shards_are_those_of_the_whole_and_all_that_is_held(
     ranks: Ranks = request.getfixturevalue(layout)
     whole = load(folders[name], dtype, kind, in_files=False)
     largest = 4 * max(p.numel() for p in whole.parameters())
-    for mark, own, held, most in ranks.call("shards", folders[name], dtype, kind):
+    for mark, own, held, most in ranks.call(MappedRank.shards, folders[name], dtype, kind):
         assert mark == fingerprint(whole.named_parameters())
         assert held <= own + SMALL
         assert most <= own + largest + SMALL
@@ -100,7 +100,7 @@ def test_slices_are_those_of_the_whole_and_all_that_is_held(
     two: Ranks, name: str, dtype: torch.dtype, kind: str, folders: dict[str, Path]
 ) -> None:
     whole = load(folders[name], dtype, kind, in_files=False)
-    for mark, own, held in two.call("slice", folders[name], dtype, kind):
+    for mark, own, held in two.call(MappedRank.slice, folders[name], dtype, kind):
         assert mark == fingerprint(whole.named_parameters())
         assert held <= own + SMALL
 
@@ -110,7 +110,7 @@ def test_adapters_beside_weights_of_another_type_are_those_of_a_whole_load(
 ) -> None:
     """The weights beside them leave their files before they are divided."""
     whole = load(folders["tied"], BF16, "lora", in_files=False)
-    for mark, own, held, _ in two.call("shards", folders["tied"], BF16, "lora"):
+    for mark, own, held, _ in two.call(MappedRank.shards, folders["tied"], BF16, "lora"):
         assert mark == fingerprint(whole.named_parameters())
         assert held <= own + SMALL
 
@@ -128,4 +128,4 @@ def test_services_hold_nothing_before_they_divide(
         model={"name": str(folders[name]), "dtype": "bfloat16"},
         cluster=ClusterConfig.model_validate({"processes": [{"roles": [role], **ranks}]}),
     )
-    assert max(two.call("served", config, role)) <= SMALL
+    assert max(two.call(MappedRank.served, config, role)) <= SMALL

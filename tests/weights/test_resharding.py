@@ -23,7 +23,7 @@ def test_slices_are_bit_for_bit_those_of_the_whole(shards: ShardLayout, bucket_b
     slices, version = ShardLayout(tp=shards.ranks), 3
     ranks = Ranks(shards.ranks, Resharder, (shards, slices, bucket_bytes))
     try:
-        got = ranks.call("load", version)
+        got = ranks.call(Resharder.load, version)
     finally:
         ranks.close()
     for rank, (held, _) in enumerate(got):
@@ -45,7 +45,7 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
     assert (other.name, other.box, other.size) == ("columns", ((2, 4), (0, 1)), 8)
     ranks = Ranks(2, Resharder, (shards, slices, 100, wholes))
     try:
-        assert [moved for _, moved in ranks.call("load", 0)] == [16, 16]
+        assert [moved for _, moved in ranks.call(Resharder.load, 0)] == [16, 16]
     finally:
         ranks.close()
 

@@ -169,8 +169,8 @@ def test_a_call_aside_works_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("stretto.workers.rank.DriverConnection", lambda *_: None)
     for device in ("cpu", "cuda:3"):
         rank = Rank(RankSpec(1, 2, device=device), None)  # type: ignore[arg-type]
-        rank.make(lambda index: SimpleNamespace(own=lambda: index), ())
+        rank.make_services({"one": (lambda: SimpleNamespace(own=lambda: 1), ())})
         with ThreadPoolExecutor(1, thread_name_prefix="aside") as pool:
-            assert pool.submit(rank.aside, "own", ()).result() == 1
-            assert pool.submit(rank.aside, "used_bytes", ()).result()[""] > 0
+            assert pool.submit(rank.aside, "one", "own", ()).result() == 1
+            assert pool.submit(rank.used_bytes).result()[""] > 0
     assert used == [("cuda:3", "aside_0")]

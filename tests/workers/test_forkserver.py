@@ -39,7 +39,7 @@ def test_children_have_this_process_s_surroundings_as_they_are_now(
     monkeypatch.chdir(tmp_path)
     ranks = Ranks(2, Looking, ())
     try:
-        seen = ranks.call("look")
+        seen = ranks.call(Looking.look)
         assert len({pid for pid, *_ in seen}) == 2
         assert {tuple(rest) for _, *rest in seen} == {
             ("set after the server's start", str(tmp_path), NAME)
@@ -61,7 +61,7 @@ def test_exit_codes_are_told_and_told_again() -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(timeout=5.0) == process.poll() == -signal.SIGKILL
     with raises(RankError, "rank-died", "SIGKILL"):
-        ranks.call("look")
+        ranks.call(Looking.look)
 
 
 def test_a_server_that_died_is_replaced_and_its_children_live_on() -> None:
@@ -76,7 +76,7 @@ def test_a_server_that_died_is_replaced_and_its_children_live_on() -> None:
     assert server._process is not None
     assert server._process.pid != first.pid
     assert server.exit_code(os.getpid()) == UNKNOWN  # no child of its own
-    assert ranks.call("look")
+    assert ranks.call(Looking.look)
     ranks.close()
     server._process.kill()
 

@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from queue import Queue
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -22,22 +24,15 @@ import torch.distributed as dist
 from helpers import ManualClock
 from raising import raises
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, StrettoError
-from stretto.protocols import remote
+from stretto.runtime.learner import LearnerService
+from stretto.runtime.services import GeneratorService, ScorerService
 from stretto.types import Decoded, Reply, Work
-from stretto.workers import group as group_module
 from stretto.workers import ranks as ranks_module
-from stretto.workers.group import (
-    GroupExecutor,
-    Host,
-    Makes,
-    ServiceGroup,
-    ahead,
-    amount,
-    deadline_s,
-)
-from stretto.workers.rank import Facts, check, interface_of
-from stretto.workers.ranks import Ranks
-from stretto.workers.services import Service
+from stretto.workers import services as services_module
+from stretto.workers.group import GroupExecutor, ServiceGroup, ahead, deadline_s
+from stretto.workers.rank import Facts, Rank, check, interface_of
+from stretto.workers.ranks import Ranks, step
+from stretto.workers.services import Makes, Remote, Service, remote_of
 
 
 class Counter(Service):
@@ -52,7 +47,10 @@ class Counter(Service):
 
     def times(self, number: int) -> Reply[int]:
         self.calls += 1
-        return self._timed("work", lambda: self.factor * number, lambda _: {"of": number})
+        with self._timed("work") as timed:
+            product = self.factor * number
+            timed.attributes = {"of": number}
+        return Reply(product, timed.work)
 
     def count(self) -> Reply[int]:
         return Reply(self.calls)
@@ -111,7 +109,7 @@ class Counter(Service):
 
 
 def launch(makes: Makes, **options: Any) -> Ranks:
-    return Ranks(1, Host, (makes,), role="counter", **options)
+    return Ranks(1, services=makes, role="counter", **options)
 
 
 @pytest.fixture
@@ -129,15 +127,15 @@ def test_services_of_one_process_answer_by_this_clock_and_survive_errors(
 
     async def body() -> None:
         before_s = time.perf_counter()
-        replies = await asyncio.gather(two.call("times", 4), three.call("times", 4))
+        replies = await asyncio.gather(two.call(Counter.times, 4), three.call(Counter.times, 4))
         after_s = time.perf_counter()
         assert [r.value for r in replies] == [8, 12]
         works = [r.work[0] for r in replies]
         assert all(before_s - 0.05 <= w.start_s <= w.end_s <= after_s + 0.05 for w in works)
         with raises(EngineError, "refused"):
-            await two.call("refuse")
-        assert (await two.call("times", 5)).value == 10
-        assert (await two.call("count")).value == 2
+            await two.call(Counter.refuse)
+        assert (await two.call(Counter.times, 5)).value == 10
+        assert (await two.call(Counter.count)).value == 2
 
     asyncio.run(body())
 
@@ -146,18 +144,18 @@ def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: Servic
     two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
 
     async def body() -> None:
-        await two.call("times", 1)
-        pid = (await two.call("pid")).value
+        await two.call(Counter.times, 1)
+        pid = (await two.call(Counter.pid)).value
         os.kill(pid, signal.SIGKILL)
         with raises(RoleLostError, "rank-died", "counter", "SIGKILL"):
-            await two.call("hold")
+            await two.call(Counter.hold)
         await two.restart()
-        assert (await two.call("count")).value == 0  # what it held is gone
+        assert (await two.call(Counter.count)).value == 0  # what it held is gone
         with raises(RoleLostError, "replaced-with-another", "counter", "three") as lost:
-            await three.call("count")
+            await three.call(Counter.count)
         assert lost.value.role == "three"
         await three.restart()  # which starts no other process
-        pids = [(await e.call("pid")).value for e in (two, three)]
+        pids = [(await e.call(Counter.pid)).value for e in (two, three)]
         assert pids[0] == pids[1] != pid
         assert group.generation == 1
 
@@ -169,7 +167,7 @@ def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: ServiceGroup)
 
     async def body() -> None:
         with raises(RoleLostError, "rank-failed", "ValueError: a bug") as lost:
-            await two.call("stumble")
+            await two.call(Counter.stumble)
         assert "in stumble" in lost.value.__cause__.__notes__[0]  # type: ignore[union-attr]
 
     asyncio.run(body())
@@ -182,20 +180,21 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
     assert deadline_s([1.0] * 4, 10.0) is None
     assert deadline_s([1.0, 2.0, 9.0, 1.0, 2.0], 100.0) == 20 * 2.0 * 100
     assert deadline_s([1e-3] * 5, 1.0) == 300.0
-    assert amount("decode", (128, 0)) == 128
-    assert amount("extend", ([],)) == 1
+    assert remote_of(GeneratorService.decode).size(128, 0) == 128
+    assert remote_of(ScorerService.extend).size([]) == 1
+    assert remote_of(LearnerService.train).size(SimpleNamespace(total_tokens=0)) == 1
     monkeypatch.setattr("stretto.workers.group.QUICK_S", 0.5)
     said: list[str] = []
     group = ServiceGroup("counter", partial(launch, {"two": (Counter, (2,))}, say=said.append))
     try:
         executor = GroupExecutor(group, "two")
-        executor.aside_on_all("release", timeout_s=60.0)
+        executor.aside_on_all(Counter.release, timeout_s=60.0)
         for _ in range(5):
-            executor.ask("hold")
+            executor.ask(Counter.hold)
         assert not said
-        executor.ask("stall")
+        executor.ask(Counter.stall)
         with raises(RankError, "rank-silent", "0.5 s"):
-            executor.ask("hold")
+            executor.ask(Counter.hold)
     finally:
         group.close()
     assert said == ["the process of the counter: 'call' has taken 0.25 s; it may 0.5 s"]
@@ -203,45 +202,37 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
 
 def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
-    worker = threading.Thread(target=lambda: two.ask("hold"))
+    worker = threading.Thread(target=lambda: two.ask(Counter.hold))
     worker.start()
-    assert two.aside_on_all("holding", timeout_s=60.0) == [True]
-    assert two.aside_on_all("count", timeout_s=5.0) == [Reply(0)]
+    assert two.aside_on_all(Counter.holding, timeout_s=60.0) == [True]
+    assert two.aside_on_all(Counter.count, timeout_s=5.0) == [Reply(0)]
     assert "self.released.wait(60)" in group.ranks.stacks()
     assert group.ranks.used_bytes()[0][""] > 10 << 20
-    two.aside_on_all("release", timeout_s=5.0)
+    two.aside_on_all(Counter.release, timeout_s=5.0)
     worker.join()
 
 
 def test_a_local_process_listens_on_the_loopback_alone(group: ServiceGroup) -> None:
     """So do the groups of gloo and NCCL: both read the interface from the environment."""
-    pid = GroupExecutor(group, "two").ask("pid").value
+    pid = GroupExecutor(group, "two").ask(Counter.pid).value
     open_ = [c for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
     assert open_
     assert {c.laddr.ip for c in open_} == {"127.0.0.1"}
-    environment = GroupExecutor(group, "two").ask("environment").value
+    environment = GroupExecutor(group, "two").ask(Counter.environment).value
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         assert environment[name] == os.environ.get(name, interface_of("127.0.0.1"))
 
 
-class Twin(Protocol):
-    """The role of a model of which each rank has a slice."""
-
-    @remote("work", alike=True)
-    async def work(self, how: str) -> int:
-        """Return the same on all ranks, but for what is asked for."""
-
-
 class Slice(Service):
-    """A rank's part of a service that meets in its methods, and can misbehave."""
-
-    role = Twin
+    """A rank's slice of a model, which meets the others in its methods, and can misbehave."""
 
     def __init__(self, alone_s: float) -> None:
         super().__init__()
-        group_module.ALONE_S, self._rank = alone_s, dist.get_rank()
+        services_module.ALONE_S, self._rank = alone_s, dist.get_rank()
 
+    @Remote("work", alike=True)
     def work(self, how: str) -> Reply[Any]:
+        """Return the same on all ranks, but for what is asked for."""
         if how == "all refuse" or (how == "one refuses early" and self._rank):
             raise EngineError("not so", "refused")
         dist.all_reduce(torch.ones(1))
@@ -253,17 +244,17 @@ class Slice(Service):
 @pytest.fixture
 def slices() -> Iterator[ServiceGroup]:
     makes: Makes = {"slice": (Slice, (0.2,))}
-    group = ServiceGroup("slices", lambda: Ranks(2, Host, (makes,), role="slices"))
+    group = ServiceGroup("slices", lambda: Ranks(2, services=makes, role="slices"))
     yield group
     group.close()
 
 
 def test_what_ranks_return_alike_comes_from_the_first_alone(slices: ServiceGroup) -> None:
-    answers = slices.ranks.call("call", "slice", "work", ("",))
+    answers = slices.ranks.run("work", repeat(step(Rank.answer, "slice", "work", ("",))))
     assert answers == [Reply([7, 1.5]), Reply(None)]
     with raises(EngineError, "refused"):  # on all: they are in step
-        slices.ask("slice", "work", "all refuse")
-    assert slices.ask("slice", "work", "").value == [7, 1.5]
+        slices.ask("slice", Slice.work, "all refuse")
+    assert slices.ask("slice", Slice.work, "").value == [7, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -281,23 +272,23 @@ def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
 
     async def body() -> None:
         with raises(RoleLostError, code) as lost:
-            await executor.call("work", how)
+            await executor.call(Slice.work, how)
         error = lost.value.__cause__
         assert error is not None
         assert isinstance(error.__cause__, StrettoError)
         assert error.__cause__.code == cause
         await executor.restart()
-        assert (await executor.call("work", "")).value == [7, 1.5]
+        assert (await executor.call(Slice.work, "")).value == [7, 1.5]
 
     asyncio.run(body())
 
 
 def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
-    pid = two.ask("pid").value
+    pid = two.ask(Counter.pid).value
     os.kill(pid, signal.SIGSTOP)
     with raises(RankError, "no-answer-aside", "aside two count", "0.2 s"):
-        two.aside_on_all("count", timeout_s=0.2)
+        two.aside_on_all(Counter.count, timeout_s=0.2)
     assert "no answer to 'stacks'" in group.ranks.stacks()
     group.close()
     assert not psutil.pid_exists(pid)
@@ -308,12 +299,12 @@ def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: P
     log = tmp_path / "logs" / "counter.log"
     ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.put)
     try:
-        ranks.call("call", "two", "warn", ())
-        ranks.call("call", "two", "pid", ())
+        ranks.run("'call'", repeat(step(Rank.answer, "two", "warn", ())))
+        ranks.run("'call'", repeat(step(Rank.answer, "two", "pid", ())))
         assert said.get(timeout=5) == "UserWarning: mind the gap"
         assert said.empty()
         with raises(RankError, "rank-failed", "a bug"):
-            ranks.call("call", "two", "stumble", ())
+            ranks.run("'call'", repeat(step(Rank.answer, "two", "stumble", ())))
         assert log.exists()
     finally:
         ranks.close()
@@ -325,10 +316,10 @@ def test_a_line_is_said_once_and_logged_each_time(tmp_path: Path) -> None:
     ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.put)
     try:
         for _ in range(3):
-            ranks.call("call", "two", "chatter", ())
+            ranks.run("'call'", repeat(step(Rank.answer, "two", "chatter", ())))
         lines = ["WARNING stretto: slow disk", "WARNING transformers.x: old name"]
         assert [said.get(timeout=5) for _ in lines] == lines
-        ranks.call("call", "two", "pid", ())
+        ranks.run("'call'", repeat(step(Rank.answer, "two", "pid", ())))
         assert said.empty()
         text = log.read_text()
         assert (text.count("slow disk"), text.count("old name")) == (3, 3)
@@ -356,8 +347,8 @@ class Drifting:
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        if method == "now":
+    def run(self, doing: str, *_: Any) -> list[Any]:
+        if doing == "'now'":
             return [self.clock.now() * 1.01]
         self.clock.advance(0.25)
         start_s = self.clock.now() * 1.01
@@ -379,7 +370,7 @@ def test_spans_stay_in_place_when_clocks_drift_apart() -> None:
     group = ServiceGroup("drifting", lambda: Drifting(clock), clock)  # type: ignore[arg-type,return-value]
     for _ in range(1000):  # after which clocks are 500 s apart
         sent_s = clock.now()
-        swap, work = group.ask("any", "work").work
+        swap, work = group.ask("any", Slice.work, "").work
         assert work.start_s - swap.start_s == pytest.approx(9.0)
         assert abs(work.start_s - (sent_s + 0.25)) <= 0.5
         assert abs(work.end_s - (clock.now() - 0.25)) <= 0.5
@@ -501,8 +492,8 @@ def test_tensors_go_by_value_on_the_side_and_what_cannot_travel_is_an_error(
     group: ServiceGroup,
 ) -> None:
     two = GroupExecutor(group, "two")
-    (tensor,) = two.aside_on_all("tensor", timeout_s=10.0)
+    (tensor,) = two.aside_on_all(Counter.tensor, timeout_s=10.0)
     assert tensor.tolist() == [1.0] * 1000
     with raises(RankError, "rank-failed", "lambda"):
-        two.aside_on_all("function", timeout_s=10.0)
-    assert two.aside_on_all("count", timeout_s=10.0) == [Reply(0)]
+        two.aside_on_all(Counter.function, timeout_s=10.0)
+    assert two.aside_on_all(Counter.count, timeout_s=10.0) == [Reply(0)]

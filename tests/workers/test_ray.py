@@ -23,8 +23,8 @@ from raising import raises
 from rank_helpers import alive, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
-from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
-from stretto.workers.rank import address_of, interface_of
+from stretto.workers.group import GroupExecutor, ServiceGroup
+from stretto.workers.rank import Rank, address_of, interface_of
 from stretto.workers.ranks import Ranks
 from stretto.workers.ray_cluster import (
     ActorProcesses,
@@ -35,7 +35,7 @@ from stretto.workers.ray_cluster import (
     explained,
     find,
 )
-from stretto.workers.services import Service
+from stretto.workers.services import Makes, Service
 
 ray = pytest.importorskip("ray")
 
@@ -72,26 +72,28 @@ def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
 
 def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     cluster.secrets["STRETTO_API_KEY"] = "hunter2"  # the raylet, which the driver started, has not
-    ranks = launch(cluster, 2, threads=3, words={"hang": "a long wait"})
-    assert ranks.call("variable", "STRETTO_API_KEY") == ["hunter2"] * 2
-    assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]
-    assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
-    assert ranks.call("threads") == [3, 3]
+    ranks = launch(cluster, 2, threads=3, words={Misbehaving.hang: "a long wait"})
+    assert ranks.call(Misbehaving.variable, "STRETTO_API_KEY") == ["hunter2"] * 2
+    assert ranks.call(Misbehaving.greet, "you") == ["hello you, from 0", "hello you, from 1"]
+    assert ranks.call_each(Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
+    assert ranks.call(Misbehaving.threads) == [3, 3]
     assert [facts.threads for facts in ranks.facts] == [3, 3]
-    assert ranks.call("variable", "STRETTO_ECHO") == ["over there"] * 2
-    assert ranks.call("variable", "OMP_NUM_THREADS") == ["3"] * 2
+    assert ranks.call(Misbehaving.variable, "STRETTO_ECHO") == ["over there"] * 2
+    assert ranks.call(Misbehaving.variable, "OMP_NUM_THREADS") == ["3"] * 2
     assert {facts.versions["ray"] for facts in ranks.facts} == {ray.__version__}
     own = psutil.Process().nice()
     assert [psutil.Process(facts.pid).nice() for facts in ranks.facts] == [own, own]
     big = bytes(300_000)
-    ranks.call("take", big)
-    pids = ranks.call("pid")
+    ranks.call(Misbehaving.take, big)
+    pids = ranks.call(Misbehaving.pid)
     assert pids == [facts.pid for facts in ranks.facts]
 
     seen: list[str] = []
 
     def look() -> None:
-        assert all(ranks.aside(rank, "hanging", timeout_s=LIMIT_S) for rank in range(2))
+        assert all(
+            ranks.aside(rank, Rank.call, "hanging", (), timeout_s=LIMIT_S) for rank in range(2)
+        )
         seen.append(ranks.stacks())
         assert all(used[""] > 10**7 for used in ranks.used_bytes())
         ranks.close()
@@ -99,14 +101,14 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     looking = threading.Thread(target=look)
     looking.start()
     with raises(RankError, "ranks-ended", "a long wait"):
-        ranks.call("hang")
+        ranks.call(Misbehaving.hang)
     looking.join()
     assert f"rank 1 of 2 (pid {pids[1]} on {socket.gethostname()}):" in seen[0]
     assert "in hang" in seen[0]
     require_gone(pids, LIMIT_S)
     ranks.close()
     with raises(RankError, "ranks-ended"):
-        ranks.call("pid")
+        ranks.call(Misbehaving.pid)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
 def test_an_error_is_told_with_its_cause(cluster: RayCluster, how: str, said: str) -> None:
     ranks = launch(cluster, 1)
     with pytest.raises(RankError) as caught:
-        ranks.call("fail", how, 0)
+        ranks.call(Misbehaving.fail, how, 0)
     assert str(caught.value).startswith(said)
     assert caught.value.rank == 0
     assert isinstance(caught.value.__cause__, LearnerError) == (how == "own")
@@ -133,7 +135,7 @@ def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -
     ranks = launch(cluster, 2, logs=logs)
     logs[1].write_text("last words\n")
     with pytest.raises(RankError) as caught:
-        ranks.call("fail", "kill", 1)
+        ranks.call(Misbehaving.fail, "kill", 1)
     assert str(caught.value).startswith(
         "rank 1 of 2 ended unexpectedly (it crashed, or was killed by hand or for want of memory) "
         "in the middle of 'fail'"
@@ -159,7 +161,7 @@ def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
         "between two calls. All ranks have been ended; mend the cause, and try again"
     )
     with pytest.raises(RankError) as caught:
-        ranks.call("pid")
+        ranks.call(Misbehaving.pid)
     assert caught.value is told[0]
     require_gone([facts.pid for facts in ranks.facts], LIMIT_S)
 
@@ -179,7 +181,7 @@ def test_a_rank_that_cannot_listen_is_named(cluster: RayCluster) -> None:
 def test_groups_may_share_a_place_and_more_do_not_fit(cluster: RayCluster) -> None:
     one = launch(cluster, 1, share=0.5, python=sys.executable)
     other = launch(cluster, 1, share=0.5)
-    assert one.call("pid") != other.call("pid")
+    assert one.call(Misbehaving.pid) != other.call(Misbehaving.pid)
     with raises(RankError, "rank-not-connected", "rank 0 of 1", "1 s"):
         launch(cluster, 1, share=0.5, timeout_s=1)
     one.close()
@@ -204,17 +206,17 @@ class Counter(Service):
 def test_a_group_of_services_is_lost_and_started_again(cluster: RayCluster) -> None:
     makes: Makes = {"counter": (Counter, (5,))}
     actors = partial(ActorProcesses, cluster=cluster, places=[1])
-    start = partial(Ranks, 1, Host, (makes,), launch=actors, role="counter")
+    start = partial(Ranks, 1, services=makes, launch=actors, role="counter")
     group = ServiceGroup("counter", start)
     executor = GroupExecutor(group, "counter")
 
     async def body() -> None:
-        assert (await executor.call("add", 2)).value == 7
-        os.kill(executor.ask("pid").value, signal.SIGKILL)
+        assert (await executor.call(Counter.add, 2)).value == 7
+        os.kill(executor.ask(Counter.pid).value, signal.SIGKILL)
         with raises(RoleLostError, "rank-died", "the counter ended unexpectedly"):
-            await executor.call("add", 2)
+            await executor.call(Counter.add, 2)
         await executor.restart()
-        assert (await executor.call("add", 2)).value == 7
+        assert (await executor.call(Counter.add, 2)).value == 7
 
     try:
         asyncio.run(body())
@@ -297,8 +299,8 @@ from stretto.workers.ray_cluster import ActorProcesses
 from stretto.workers.ranks import Ranks
 cluster = RayCluster([Bundle()], cpus=1)
 ranks = Ranks(1, Misbehaving, ("hello",), launch=lambda specs: ActorProcesses(specs, cluster))
-print("pids", *ranks.call("pid"), flush=True)
-ranks.call("hang")
+print("pids", *ranks.call(Misbehaving.pid), flush=True)
+ranks.call(Misbehaving.hang)
 """
 
 
@@ -343,18 +345,20 @@ def test_ranks_on_two_nodes_are_stable_and_lost_with_one() -> None:
         assert at
         assert (at.nodes, at.cpus, at.gpus) == (2, 3.0, 0.0)
         ranks = launch(cluster, 3)
-        assert ranks.call_each("total", [(1,), (2,), (4,)]) == [7.0] * 3
-        first = [psutil.Process(pid).ppid() for pid in ranks.call("pid")]  # each node's own process
+        assert ranks.call_each(Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
+        first = [
+            psutil.Process(pid).ppid() for pid in ranks.call(Misbehaving.pid)
+        ]  # each node's own process
         assert first[0] == first[1] or first[1] == first[2]
         assert len(set(first)) == 2
         ranks.close()
         ranks = launch(cluster, 3)
-        pids = ranks.call("pid")
+        pids = ranks.call(Misbehaving.pid)
         assert [psutil.Process(pid).ppid() for pid in pids] == first
         theirs = [rank for rank in range(3) if first.count(first[rank]) == 2]
         threading.Timer(0.5, lambda: nodes.remove_node(other, allow_graceful=False)).start()
         with pytest.raises(RankError, match=r"was lost with its node.* in the middle") as caught:
-            ranks.call("hang")
+            ranks.call(Misbehaving.hang)
         assert caught.value.rank in theirs
         require_gone(pids, LIMIT_S)
         cluster.close()

@@ -65,7 +65,7 @@ def called(log: list[str], *args: Any) -> None:
     async def call() -> None:
         thread = WorkerThread("role", 1, stream=CudaBackend(GPU).role_stream())
         try:
-            await ThreadExecutor(Role(log), thread).call("work", *args)
+            await ThreadExecutor(Role(log), thread).call(Role.work, *args)
         finally:
             log.append("answer")
             thread.stop()
@@ -90,7 +90,7 @@ def test_the_callers_stream_waits_for_a_call_that_fails(log: list[str]) -> None:
 def test_a_call_on_the_side_waits_for_the_call_in_progress(log: list[str], by_caller: bool) -> None:
     worker = WorkerThread("role", 1, stream=CudaBackend(GPU).role_stream())
     thread = CallerThread(worker) if by_caller else worker
-    ThreadExecutor(Role(log), thread).aside_on_all("work", timeout_s=1.0)
+    ThreadExecutor(Role(log), thread).aside_on_all(Role.work, False, timeout_s=1.0)
     worker.stop()
     assert log == ["caller after role", "call"]
 

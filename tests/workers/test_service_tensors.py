@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.types import Reply
-from stretto.workers.group import Host, Makes
-from stretto.workers.services import CallPredictor, Service
+from stretto.workers.rank import Rank, RankSpec
+from stretto.workers.services import CallPredictor, Makes, Remote, Service
 
 
 def test_the_order_is_that_of_the_last_time() -> None:
@@ -32,14 +33,10 @@ class Owner(Service):
 
     def __init__(self, name: str, number: float, copies: CopyStream) -> None:
         super().__init__()
-        self.reads = frozenset({"value", "watch", "refuse"})
         self.tensor = torch.full((4,), number)
         self.offloaded = OffloadedTensors(name, lambda: [self.tensor], copies)
 
-    @property
-    def light(self) -> frozenset[str]:
-        return super().light | {"peek"}
-
+    @Remote(reads=True)
     def value(self) -> Reply[float]:
         return Reply(self.tensor.sum().item())
 
@@ -47,12 +44,15 @@ class Owner(Service):
         self.tensor += number
         return Reply(None)
 
+    @Remote(light=True)
     def peek(self) -> Tensor:
         return self.tensor.clone()
 
+    @Remote(reads=True)
     def refuse(self) -> Reply[None]:
         raise EngineError("not so")
 
+    @Remote(reads=True)
     def watch(self, began: threading.Event) -> Reply[bool]:
         """Work until a copy has begun beside it."""
         return Reply(began.wait(60))
@@ -78,24 +78,36 @@ class Watched(CopyStream):
             self.copied.set()
 
 
-def host(copies: CopyStream) -> Host:
+@pytest.fixture(autouse=True)
+def without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.workers.rank.DriverConnection", lambda *_: None)
+
+
+def rank_with(makes: Makes) -> Rank:
+    nothing: Any = None
+    rank = Rank(RankSpec(0, 1), nothing)
+    rank.make_services(makes)
+    return rank
+
+
+def host(copies: CopyStream) -> Rank:
     makes: Makes = {
         "one": (Owner, ("one", 1.0, copies)),
         "two": (Owner, ("two", 2.0, copies)),
         "plain": (Plain, ()),
     }
-    return Host(0, makes)
+    return rank_with(makes)
 
 
-def value(host: Host, service: str) -> float:
-    reply = host.call(service, "value", ())
+def value(host: Rank, service: str) -> float:
+    reply = host.answer(service, "value", ())
     assert isinstance(reply, Reply)
     return float(reply.value)
 
 
-def away(host: Host) -> list[str]:
+def away(host: Rank) -> list[str]:
     names = ["one", "two"]
-    return [name for name in names if host.call(name, "peek", ()).isnan().all()]  # type: ignore[attr-defined]
+    return [name for name in names if host.answer(name, "peek", ()).isnan().all()]  # type: ignore[attr-defined]
 
 
 def test_each_call_finds_its_tensors_and_others_are_away() -> None:
@@ -105,8 +117,8 @@ def test_each_call_finds_its_tensors_and_others_are_away() -> None:
     assert away(services) == ["two"]
     assert value(services, "two") == 8.0
     assert away(services) == ["one"]
-    services.call("two", "add", (1.0,))
-    services.call("plain", "work", ())
+    services.answer("two", "add", (1.0,))
+    services.answer("plain", "work", ())
     assert away(services) == ["one", "two"]
     assert value(services, "two") == 12.0
 
@@ -116,12 +128,12 @@ def test_the_next_role_is_brought_while_the_one_before_works() -> None:
     services = host(copies)
     began = copies.copied
     began.set()
-    services.call("one", "watch", (began,))  # the order, once
-    services.call("two", "value", ())
-    services.call("one", "value", ())
+    services.answer("one", "watch", (began,))  # the order, once
+    services.answer("two", "value", ())
+    services.answer("one", "value", ())
     copies.drain()
     began.clear()
-    reply = services.call("one", "watch", (began,))
+    reply = services.answer("one", "watch", (began,))
     assert isinstance(reply, Reply)
     assert reply.value  # it was copied before this call had ended
     assert away(services) == ["two"]  # and is only there for its own call
@@ -132,10 +144,10 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
     copies = CopyStream(torch.device("cpu"))
     services = host(copies)
     copies.drain()
-    refused = services.call("one", "refuse", ())
+    refused = services.answer("one", "refuse", ())
     assert isinstance(refused, EngineError)
     copies.drain()
-    reply = services.call("two", "value", ())
+    reply = services.answer("two", "value", ())
     assert isinstance(reply, Reply)
     told = [
         (w.attributes["owner"], w.attributes["direction"]) for w in reply.work if w.name == "swap"
@@ -145,8 +157,8 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
 
 
 def test_services_without_shelves_are_left_alone() -> None:
-    services = Host(0, {"plain": (Plain, ())})
-    assert services.call("plain", "work", ()) == Reply(1)
+    services = rank_with({"plain": (Plain, ())})
+    assert services.answer("plain", "work", ()) == Reply(1)
 
 
 class Gpu:
@@ -185,12 +197,15 @@ def test_a_gpus_span_is_its_work_and_not_the_launch(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+
+    def prefilled(seconds: float) -> list[tuple[float, float]]:
+        with Service(Worker(), gpu)._timed("prefill") as timed:
+            gpu.launch(seconds)
+        return [(w.start_s, w.end_s) for w in timed.work]
+
     gpu.launch(2.0)  # until 2.25
-    reply = Service(Worker(), gpu)._timed("prefill", lambda: gpu.launch(3.0), lambda _: {})
-    assert [(w.start_s, w.end_s) for w in reply.work] == [(2.25, 5.25)]
+    assert prefilled(3.0) == [(2.25, 5.25)]
     gpu.now_s = 8.0  # the GPU has nothing to do
-    reply = Service(Worker(), gpu)._timed("prefill", lambda: gpu.launch(3.0), lambda _: {})
-    assert [(w.start_s, w.end_s) for w in reply.work] == [(8.0, 11.25)]
+    assert prefilled(3.0) == [(8.0, 11.25)]
     Worker.device = torch.device("cpu")
-    reply = Service(Worker(), gpu)._timed("prefill", lambda: gpu.launch(0.0), lambda _: {})
-    assert [(w.start_s, w.end_s) for w in reply.work] == [(11.25, 11.5)]
+    assert prefilled(0.0) == [(11.25, 11.5)]

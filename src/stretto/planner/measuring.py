@@ -376,10 +376,10 @@ def broadcasts(
         for number, megabytes in enumerate(sizes.moves):
             count = max(1, megabytes * 10**6 // HALF // TENSOR)
             routes = meeting.routes("weights", number, 2, wire)
-            seconds = max(ranks.call("sync", count, routes, number, sizes.repeats))
+            seconds = max(ranks.call(SyncPeer.sync, count, routes, number, sizes.repeats))
             size = float(HALF * count * TENSOR)
             yield Point("broadcast", f"{size / 1e6:.0f} MB by {wire}", seconds, size=size)
-        (seconds, _) = ranks.call("reduce", sizes.repeats)
+        (seconds, _) = ranks.call(SyncPeer.reduce, sizes.repeats)
         yield Point("reduce", f"4 kB by {wire}", seconds)
     finally:
         ranks.close()

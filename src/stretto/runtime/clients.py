@@ -1,59 +1,135 @@
-"""Clients for a schedule's roles. Executors run the work on a thread or in a process."""
+"""Clients for a schedule's roles. Executors run the work on a thread or in a process.
+
+:class:`KVRouter` is the driver's side of :mod:`stretto.runtime.kv_transfer`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
 
+from stretto.errors import RankError, TransferError
 from stretto.observe.spans import SWAPS
-from stretto.protocols import Generator, Learner, Scorer, Tracer, remote_methods
-from stretto.types import Reply, ScorerInfo, short_name
-from stretto.workers.threads import Executor
+from stretto.protocols import Tracer
+from stretto.runtime.kv_transfer import SAMPLE_BYTES
+from stretto.runtime.learner import LearnerService
+from stretto.runtime.messages import Loaded
+from stretto.runtime.services import FollowerService, GeneratorService, ScorerService
+from stretto.types import (
+    Chunk,
+    Decoded,
+    Hold,
+    KVTransfer,
+    Reply,
+    Response,
+    Score,
+    ScorerInfo,
+    TrainBatch,
+    TrainOutput,
+    WeightsRef,
+    short_name,
+)
+from stretto.weights.transfer import Meeting, Route, choose_wires
+from stretto.workers.services import remote_of
+from stretto.workers.threads import Executor, Method, T, Ts
 
-Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
-"""Functions called instead of the executor, by method name."""
+Load = Callable[[WeightsRef], Awaitable[Reply[Loaded]]]
 
 
 class Client:
-    """A role that calls its service and traces the work. ``member`` is unique in the run."""
+    """Calls the service of a role and traces the work that its replies list."""
 
-    def __init__(
-        self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways
-    ) -> None:
-        self.member = member
+    def __init__(self, role: str, executor: Executor, tracer: Tracer) -> None:
         self._role = role
         self._executor = executor
         self._tracer = tracer
-        self._methods = remote_methods(protocol)
-        for method in self._methods:
-            call = ways.get(method) or partial(executor.call, method)
-            setattr(self, method, partial(self.answer, method, call))
+
+    async def _call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> T:
+        with self._awaiting(remote_of(method).span):
+            reply = await self._executor.call(method, *args)
+        return self._traced(reply)
+
+    def _awaiting(self, span: str) -> AbstractContextManager[None]:
+        return self._tracer.awaiting(self._role, span) if span else nullcontext()
+
+    def _traced(self, reply: Reply[T]) -> T:
+        for w in reply.work:
+            role = SWAPS if w.beside else self._role
+            self._tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
+        return reply.value
+
+
+class FollowerClient(Client):
+    """A client of a role that may follow a trained model. ``member`` is unique in the run."""
+
+    def __init__(
+        self, member: str, role: str, executor: Executor, tracer: Tracer, load: Load | None
+    ) -> None:
+        super().__init__(role, executor, tracer)
+        self.member = member
+        self._load = load
 
     async def restart(self) -> None:
         await self._executor.restart()
 
-    async def answer(
-        self, method: str, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
-    ) -> Any:
-        """Return the value of a method's reply, and trace the work that the reply lists."""
-        work = self._span(self._methods[method].span)
-        with self._tracer.awaiting(self._role, work) if work else nullcontext():
-            reply = await call(*args)
-        for w in reply.work:
-            role = SWAPS if w.beside else self._role
-            self._tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
-        return self._value(reply.value)
+    async def load(self, weights: WeightsRef) -> None:
+        if self._load is None:
+            await self._call(FollowerService.load, weights)
+        else:
+            await self.loaded(partial(self._load, weights))
 
-    def _span(self, name: str) -> str:
-        return name
-
-    def _value(self, value: Any) -> Any:
-        return value
+    async def loaded(self, load: Callable[[], Awaitable[Reply[Loaded]]]) -> None:
+        """Await a load, and trace it."""
+        with self._awaiting("load"):
+            reply = await load()
+        self._traced(reply)
 
 
-class ScorerClient(Client):
+class GeneratorClient(FollowerClient):
+    """A generator on an executor. See :class:`~stretto.protocols.Generator`."""
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        tracer: Tracer,
+        load: Load | None = None,  # called instead of the service's method
+        kv_router: KVRouter | None = None,  # if KV caches are sent between processes
+    ) -> None:
+        super().__init__(name, name, executor, tracer, load)
+        self._kv_router = kv_router
+        if kv_router:
+            kv_router.add(name, executor)
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        await self._call(GeneratorService.admit, responses)
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
+        return await self._call(GeneratorService.decode, max_tokens, stop_after)
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        await self._call(GeneratorService.release, rollout_ids)
+
+    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
+        await self._call(GeneratorService.hold, rollout_ids, how)
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
+        return await self._call(GeneratorService.export, rollout_ids, with_cache)
+
+    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
+        if self._kv_router is None:
+            await self._call(GeneratorService.accept, responses, transfers)
+            return
+        with self._awaiting("migrate"):
+            reply = await self._kv_router.accept(self.member, responses, transfers)
+        self._traced(reply)
+
+
+class ScorerClient(FollowerClient):
     """A scorer on an executor. See :class:`~stretto.protocols.Scorer`."""
 
     def __init__(
@@ -62,31 +138,105 @@ class ScorerClient(Client):
         executor: Executor,
         tracer: Tracer,
         replica: str = "",  # name of this replica if there are several, unique in a run
-        ways: Ways | None = None,
+        load: Load | None = None,  # called instead of the service's method
         shown: str = "",  # name in traces
     ) -> None:
-        self.info, member = info, replica or info.name
-        role = short_name(shown or member)
-        super().__init__(Scorer, member, role, executor, tracer, ways or {})
+        self.info = info
+        member = replica or info.name
+        super().__init__(member, short_name(shown or member), executor, tracer, load)
 
-    def _span(self, name: str) -> str:
-        return f"{name}/{short_name(self.info.name)}" if name in ("prefill", "score") else name
+    def _awaiting(self, span: str) -> AbstractContextManager[None]:
+        reads = span in ("prefill", "score")
+        return super()._awaiting(f"{span}/{short_name(self.info.name)}" if reads else span)
 
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, ScorerInfo):
-            self.info, value = value, None
-        return value
+    async def admit(self, responses: Sequence[Response]) -> None:
+        self.info = await self._call(ScorerService.admit, responses)
 
+    async def extend(self, chunks: Sequence[Chunk]) -> None:
+        self.info = await self._call(ScorerService.extend, chunks)
 
-def generator_client(
-    name: str, executor: Executor, tracer: Tracer, ways: Ways | None = None
-) -> Generator:
-    return cast(Generator, Client(Generator, name, name, executor, tracer, ways or {}))
+    async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        return await self._call(ScorerService.finish, rollout_ids)
 
-
-def scorer_client(info: ScorerInfo, *args: Any, **rest: Any) -> Scorer:
-    return cast(Scorer, ScorerClient(info, *args, **rest))
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        self.info = await self._call(ScorerService.release, rollout_ids)
 
 
-def learner_client(name: str, executor: Executor, tracer: Tracer) -> Learner:
-    return cast(Learner, Client(Learner, name, name, executor, tracer, {}))
+class LearnerClient(Client):
+    """A learner on an executor. See :class:`~stretto.protocols.Learner`."""
+
+    async def train(self, batch: TrainBatch) -> TrainOutput:
+        return await self._call(LearnerService.train, batch)
+
+    async def publish(self) -> Mapping[str, WeightsRef]:
+        return await self._call(LearnerService.publish)
+
+
+class KVRouter:
+    """Makes givers send bundles when tickets reach a taker."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._count = meeting, 0
+        self._groups: dict[tuple[str, str], tuple[int, tuple[int, int]]] = {}
+        self._generators: dict[str, Executor] = {}
+        self._takers: dict[str, asyncio.Lock] = {}
+
+    def add(self, name: str, generator: Executor) -> None:
+        self._generators[name] = generator
+        self._takers[name] = asyncio.Lock()
+
+    async def accept(
+        self, name: str, responses: Sequence[Response], transfers: Sequence[KVTransfer]
+    ) -> Reply[None]:
+        """Let the taker ``name`` accept rollouts while the givers send their bundles."""
+        # A giver sends in the order in which the taker asks, because its bundles share a channel.
+        by_giver: dict[str, dict[int, list[Route]]] = {}
+        told = []
+        for transfer in transfers:
+            if (ticket := transfer.cache) is not None:
+                bundles = by_giver.setdefault(ticket.giver, {})
+                if ticket.bundle not in bundles:
+                    bundles[ticket.bundle] = self._routes(ticket.giver, name)
+                ticket = replace(ticket, route=bundles[ticket.bundle][1])
+            told.append(replace(transfer, cache=ticket))
+        async with self._takers[name]:
+            shipping = [asyncio.to_thread(self._ship, name, *sent) for sent in by_giver.items()]
+            accepted = self._generators[name].call(GeneratorService.accept, responses, told)
+            reply, _ = await asyncio.gather(accepted, asyncio.gather(*shipping))
+        return reply
+
+    def bytes_per_s(self, giver: str, taker: str) -> float:
+        """Measure the bandwidth from one generator to another. Blocks."""
+        ways, seconds = self._routes(giver, taker), 0.0
+        for _ in range(2):  # the first also sets up the group
+            bundle, what = self._generators[giver].ask(GeneratorService.sample)
+            with ThreadPoolExecutor(1) as pool:
+                shipped = pool.submit(self._ship, taker, giver, {bundle: ways})
+                seconds = self._generators[taker].ask(GeneratorService.measure, ways[1], what)
+                shipped.result()
+        return SAMPLE_BYTES / seconds
+
+    def _ship(self, taker: str, giver: str, bundles: Mapping[int, Sequence[Route]]) -> None:
+        limit_s = self._meeting.timeout_s + 1.0
+        for bundle, (route, _) in bundles.items():
+            try:
+                self._generators[giver].aside_on_all(
+                    GeneratorService.ship, bundle, route, timeout_s=limit_s
+                )
+            except (RankError, TransferError):
+                self._groups.pop((giver, taker), None)  # the next bundle uses a new group
+
+    def _routes(self, giver: str, taker: str) -> list[Route]:
+        """Return the giver's and taker's routes. Their group lasts until one of them restarts."""
+        one, two = self._generators[giver], self._generators[taker]
+        lives = one.generation, two.generation
+        epoch, before = self._groups.get((giver, taker), (0, None))
+        if lives != before:
+            self._count += 1
+            epoch = self._count
+            self._groups[giver, taker] = epoch, lives
+        pairs = [([g], {"taker": [t]}) for g, t in zip(one.facts, two.facts, strict=True)]
+        wires = {choose_wires(*pair)["taker"][0] for pair in pairs}
+        wire = wires.pop() if len(wires) == 1 else "gloo"
+        sends, takes = self._meeting.routes(f"bundles/{giver}/{taker}", epoch, 2, wire)
+        return [sends, replace(takes, beside=(0,))]

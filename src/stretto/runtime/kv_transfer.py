@@ -7,22 +7,18 @@ the tokens instead.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from stretto.errors import RankError, TransferError
+from stretto.errors import TransferError
 from stretto.models.cached import RowCache
-from stretto.types import KVTransfer, Reply, Response
+from stretto.types import KVTransfer
 from stretto.weights.buckets import BucketPlan
-from stretto.weights.transfer import Meeting, Route, Transfers, choose_wires
-from stretto.workers.threads import Executor
+from stretto.weights.transfer import Route, Transfers
 
 BUCKET_BYTES = 16 << 20  # of KV cache sent at a time
 SAMPLE_BYTES = 8 << 20  # sent to measure the bandwidth between two generators
@@ -124,74 +120,3 @@ def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: KVHandle) -> R
         return None
     keys, values = (tuple(tensors[f"{id_}/{kind}/{i}"] for i in layers) for kind in "kv")
     return RowCache(keys, values, ticket.version)
-
-
-class KVRouter:
-    """The driver's side: makes givers send bundles when tickets reach a taker."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting, self._count = meeting, 0
-        self._groups: dict[tuple[str, str], tuple[int, tuple[int, int]]] = {}
-        self._generators: dict[str, Executor] = {}
-        self._takers: dict[str, asyncio.Lock] = {}
-
-    def serve(self, name: str, generator: Executor) -> partial[Any]:
-        self._generators[name] = generator
-        self._takers[name] = asyncio.Lock()
-        return partial(self.accept, name)
-
-    async def accept(
-        self, name: str, responses: Sequence[Response], transfers: Sequence[KVTransfer]
-    ) -> Reply[None]:
-        """Let the taker ``name`` accept rollouts while the givers send their bundles."""
-        # A giver sends in the order in which the taker asks, because its bundles share a channel.
-        by_giver: dict[str, dict[int, list[Route]]] = {}
-        told = []
-        for transfer in transfers:
-            if (ticket := transfer.cache) is not None:
-                bundles = by_giver.setdefault(ticket.giver, {})
-                if ticket.bundle not in bundles:
-                    bundles[ticket.bundle] = self._routes(ticket.giver, name)
-                ticket = replace(ticket, route=bundles[ticket.bundle][1])
-            told.append(replace(transfer, cache=ticket))
-        async with self._takers[name]:
-            shipping = [asyncio.to_thread(self._ship, name, *sent) for sent in by_giver.items()]
-            reply, *_ = await asyncio.gather(
-                self._generators[name].call("accept", responses, told), *shipping
-            )
-        accepted: Reply[None] = reply
-        return accepted
-
-    def bytes_per_s(self, giver: str, taker: str) -> float:
-        """Measure the bandwidth from one generator to another. Blocks."""
-        ways, seconds = self._routes(giver, taker), 0.0
-        for _ in range(2):  # the first also sets up the group
-            bundle, what = self._generators[giver].ask("sample")
-            with ThreadPoolExecutor(1) as pool:
-                shipped = pool.submit(self._ship, taker, giver, {bundle: ways})
-                seconds = self._generators[taker].ask("measure", ways[1], what)
-                shipped.result()
-        return SAMPLE_BYTES / seconds
-
-    def _ship(self, taker: str, giver: str, bundles: Mapping[int, Sequence[Route]]) -> None:
-        limit_s = self._meeting.timeout_s + 1.0
-        for bundle, (route, _) in bundles.items():
-            try:
-                self._generators[giver].aside_on_all("ship", bundle, route, timeout_s=limit_s)
-            except (RankError, TransferError):
-                self._groups.pop((giver, taker), None)  # the next bundle uses a new group
-
-    def _routes(self, giver: str, taker: str) -> list[Route]:
-        """Return the giver's and taker's routes. Their group lasts until one of them restarts."""
-        one, two = self._generators[giver], self._generators[taker]
-        lives = one.generation, two.generation
-        epoch, before = self._groups.get((giver, taker), (0, None))
-        if lives != before:
-            self._count += 1
-            epoch = self._count
-            self._groups[giver, taker] = epoch, lives
-        pairs = [([g], {"taker": [t]}) for g, t in zip(one.facts, two.facts, strict=True)]
-        wires = {choose_wires(*pair)["taker"][0] for pair in pairs}
-        wire = wires.pop() if len(wires) == 1 else "gloo"
-        sends, takes = self._meeting.routes(f"bundles/{giver}/{taker}", epoch, 2, wire)
-        return [sends, replace(takes, beside=(0,))]

@@ -24,7 +24,6 @@ from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.load import save_model
 from stretto.models.offload import OffloadedTensors
-from stretto.protocols import Learner
 from stretto.runtime.messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
 from stretto.runtime.state import claim_of, copied, fit, size_of
@@ -33,11 +32,20 @@ from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.sharded import Grid, ShardedModel
 from stretto.training.trained import TrainedModel
-from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
+from stretto.types import (
+    FloatArray,
+    IntArray,
+    Prompt,
+    Reply,
+    Response,
+    TrainBatch,
+    TrainOutput,
+    WeightsRef,
+)
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route
-from stretto.workers.services import Service
+from stretto.workers.services import Remote, Service
 
 T = TypeVar("T")
 
@@ -47,10 +55,6 @@ WARMUP = timedelta(days=7)
 
 class LearnerService(Service):
     """The learner on one of its ranks. It scores the probe, token ids [n, t], for each version."""
-
-    role = Learner
-    reads = frozenset({"stage", "stage_model"})
-    collective = frozenset({"stage", "load", "stage_model"})
 
     def __init__(
         self,
@@ -79,21 +83,25 @@ class LearnerService(Service):
         self._staged: dict[str, Any] | None = None
         self._models: dict[str, nn.Module | None] = {}  # staged copies, by use
 
-    @property
-    def light(self) -> frozenset[str]:
-        return super().light | {"ready"}
-
+    @Remote(light=True)
     def ready(self) -> Ready:
         return self._ready
 
+    @Remote("update", waits=True, size=lambda batch: max(batch.total_tokens, 1))
+    def train(self, batch: TrainBatch) -> Reply[TrainOutput]:
+        with self._timed("update") as timed:
+            output = self._learner.train(batch)
+            timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
+        return Reply(output, timed.work)
+
+    @Remote("publish", light=True)
     def publish(self) -> Reply[Mapping[str, WeightsRef]]:
-        def publish() -> Mapping[str, WeightsRef]:
+        with self._timed("publish") as timed:
             refs = self._learner.publish()
             self._read_probe(refs["actor"].version)
             self._give_back()
-            return refs
-
-        return self._timed("publish", publish, lambda refs: {"version": refs["actor"].version})
+            timed.attributes = {"version": refs["actor"].version}
+        return Reply(refs, timed.work)
 
     def _read_probe(self, version: int) -> None:
         if not self._probe:
@@ -115,6 +123,7 @@ class LearnerService(Service):
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
+    @Remote(reads=True, collective=True)
     def stage(self, copy: bool, refs: Sequence[WeightsRef]) -> Reply[tuple[bool, int]]:
         """Stage this rank's shards and those of ``refs``, copied if all ranks have room. Return
         whether they are live (not copied), and the bytes of all ranks.
@@ -148,6 +157,7 @@ class LearnerService(Service):
         with files.explained(file):
             return file.name, shard_files.write(file, state)
 
+    @Remote(collective=True, own_deadline=True)
     def load(self, path: Path, kept: Sequence[WeightsRef]) -> Reply[Mapping[str, WeightsRef]]:
         """Load a state from files, and the versions in ``kept``. Return tickets of the weights."""
         state = self._read(path)
@@ -173,6 +183,7 @@ class LearnerService(Service):
     def save(self, folder: Path) -> None:
         self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
 
+    @Remote(reads=True, collective=True)
     def stage_model(self, use: str, ref: WeightsRef | None) -> Reply[None]:
         kept = self._channel.kept(ref) if ref else None
         self._models[use] = self._learner.trained["actor"].copied(kept)
@@ -182,10 +193,6 @@ class LearnerService(Service):
         model = self._models.pop(use, None)
         if model is not None:
             save_model(model, self._prompts.tokenizer, folder)
-
-    def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
-        (batch,) = args
-        return {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
 
     def _read(self, path: Path) -> dict[str, Any]:
         state, error = dict[str, Any](), None

@@ -28,7 +28,7 @@ from stretto.models.backend import pick_device
 from stretto.protocols import Clock
 from stretto.rollout.registry import engine_of
 from stretto.runtime import learner, services
-from stretto.runtime.messages import Ready, RoleSetup, probe_of
+from stretto.runtime.messages import RoleSetup, probe_of
 from stretto.runtime.placement import (
     ProcessPlacement,
     RolePlacement,
@@ -41,7 +41,7 @@ from stretto.saying import Say, working
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.workers.forkserver import ForkedProcesses, server_of
-from stretto.workers.group import GroupExecutor, Host, ServiceGroup
+from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.rank import Facts, RankSpec, check, used_bytes
 from stretto.workers.ranks import Launched, Ranks
 from stretto.workers.threads import WorkerThread
@@ -111,7 +111,7 @@ class ProcessWorkers:
             for process, group in zip(self._processes, self.groups, strict=True)
             for placed in process.roles
         }
-        self.ready: Ready = self.executors[LEARNER].ask("ready")
+        self.ready = self.executors[LEARNER].ask(learner.LearnerService.ready)
         for line in self.ready.notes:
             say(line)
 
@@ -206,6 +206,7 @@ class ProcessWorkers:
         group = ServiceGroup(
             process.name,
             partial(self._launch, process),
+            work="its work",
             replaceable=not trains,
             restarts=self._config.cluster.restarts,
             say=self._say,
@@ -235,15 +236,13 @@ class ProcessWorkers:
         try:
             return Ranks(
                 len(process.devices),
-                Host,
-                (makes,),
+                services=makes,
                 launch=partial(self._launcher.launch, process),
                 devices=setup.devices,
                 backend="cpu:gloo,cuda:nccl" if several and process.device != "cpu" else "gloo",
                 threads=process.threads,
                 interface=self._launcher.interface,
                 role=process.name,
-                words={"call": "its work"},
                 timeout_s=self._config.cluster.start_timeout_s,
                 patient=self._warms_up,
                 logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +25,11 @@ from stretto.models.backend import pick_device
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator, RealClock
-from stretto.runtime.clients import generator_client, learner_client, scorer_client
-from stretto.runtime.kv_transfer import KVRouter
-from stretto.runtime.messages import MoveRates
+from stretto.runtime.clients import GeneratorClient, KVRouter, LearnerClient, ScorerClient
+from stretto.runtime.learner import LearnerService
 from stretto.runtime.placement import RolePlacement
 from stretto.runtime.processes import MemoryWatch, ProcessWorkers
-from stretto.runtime.services import ScorerService
+from stretto.runtime.services import GeneratorService, ScorerService
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
 from stretto.runtime.threads import ThreadWorkers
@@ -45,12 +44,19 @@ from stretto.tasks.prompts import PromptSource
 from stretto.types import WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import stacks
-from stretto.workers.threads import CallerThread, Executor, ThreadExecutor, WorkerThread
+from stretto.workers.threads import (
+    CallerThread,
+    Executor,
+    Method,
+    T,
+    ThreadExecutor,
+    Ts,
+    WorkerThread,
+)
 
 PATIENCE_S = 60.0  # how long shutdown waits for an update of the weights in progress
 SAVE_S = 3600.0  # time limit for writing the model
 COPY_GAIN = 100.0  # assumed speed of copying a KV cache in memory, relative to prefill
-
 
 Workers = ThreadWorkers | ProcessWorkers
 
@@ -96,7 +102,7 @@ class Run:
     async def stage(self, *, copy: bool = True) -> Staged:
         """Stage the state between two steps, under ``weights_lock``. Copied by default."""
         state = self.driver_state()
-        live, size = (await self.learner.call("stage", copy, state.kept)).value
+        live, size = (await self.learner.call(LearnerService.stage, copy, state.kept)).value
         return self._staged(state, size, live=live)
 
     def driver_state(self) -> DriverState:
@@ -110,7 +116,7 @@ class Run:
         def write_learner(folder: Path) -> Mapping[str, FileSum]:
             files.leave_room(folder, size)
             folder.mkdir()
-            return dict(self.learner.aside_on_all("write", folder.absolute(), timeout_s=SAVE_S))
+            return dict(self._aside(LearnerService.write, folder.absolute()))
 
         return Staged({DRIVER: write_driver, LEARNER_FOLDER: write_learner}, live)
 
@@ -121,7 +127,7 @@ class Run:
         channel = self.workers.channel
         self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, channel)
         folder = state[LEARNER_FOLDER].absolute()
-        newest = (await self.learner.call("load", folder, self._kept)).value
+        newest = (await self.learner.call(LearnerService.load, folder, self._kept)).value
         self.sync.load_all(self.schedule.fleet.held if self._kept else newest)
 
     @property
@@ -129,6 +135,9 @@ class Run:
         """Tickets of weights in use or pending, which may be older than the learner's."""
         held, pending = self.schedule.fleet.held, self.schedule.pending
         return [*held.values(), *pending.values()] if self.lags else []
+
+    def _aside(self, method: Method[*Ts, T], *args: *Ts) -> list[T]:
+        return self.learner.aside_on_all(method, *args, timeout_s=SAVE_S)
 
     def metrics(self) -> Mapping[str, float]:
         left_out = self.prompts.task.left_out + len(self.prompts.refused)
@@ -141,21 +150,21 @@ class Run:
     def save(self, folder: Path) -> None:
         """Write the trained model atomically."""
         # On the side, because the learner may be in the middle of an aborted step.
-        self.learner.aside_on_all("save", folder.absolute(), timeout_s=SAVE_S)
+        self._aside(LearnerService.save, folder.absolute())
         brought = {"actor": self.overrides.actor, "critic": self.overrides.critic}
         own = {name: model for name, model in brought.items() if model is not None}
         if own and self.workers.groups:  # as if trained in place
-            trained = self.learner.aside_on_all("trained", timeout_s=SAVE_S)[0].value
+            trained = self._aside(LearnerService.trained)[0].value
             for name, model in own.items():
                 copy_into(model, trained[name])
 
     async def stage_model(self, use: str, *, held: bool = True) -> None:
         ref = self.schedule.fleet.held["actor"] if self.lags and held else None
-        await self.learner.call("stage_model", use, ref)
+        await self.learner.call(LearnerService.stage_model, use, ref)
 
     def save_staged(self, use: str, folder: Path) -> None:
         """Write the staged copy atomically, during training."""
-        self.learner.aside_on_all("save_staged", use, folder.absolute(), timeout_s=SAVE_S)
+        self._aside(LearnerService.save_staged, use, folder.absolute())
 
     def halt(self, state: DriverState | None = None) -> Halted:
         """End all work after an error or a signal. With the driver's state, the learner's is staged
@@ -167,11 +176,11 @@ class Run:
         self.sync.close()
         aside = self.learner.aside_on_all
         try:
-            whole = all(aside("end_updates", timeout_s=PATIENCE_S))
+            whole = all(aside(LearnerService.end_updates, timeout_s=PATIENCE_S))
             if not (whole and state):
                 return Halted(whole)
             try:
-                sizes = aside("stage_live", state.kept, timeout_s=PATIENCE_S)
+                sizes = aside(LearnerService.stage_live, state.kept, timeout_s=PATIENCE_S)
             except StrettoError as error:  # for example because a rank is gone
                 return Halted(whole, lost=first_line(error))
             return Halted(whole, self._staged(state, sum(sizes), live=True))
@@ -241,7 +250,7 @@ def start(
         prompts.next,
         generators,
         replicas,
-        learner_client(LEARNER, executors[LEARNER], spans),
+        LearnerClient(LEARNER, executors[LEARNER], spans),
         _controls(
             config,
             executors,
@@ -273,7 +282,7 @@ def _controls(
     if knobs.migrates(engines):
         migrating = migrating_of(config, *_speeds(engines, executors, kv_router))
     if bounds_what_waits(config):
-        rates: MoveRates = executors[generator_names(engines)[0]].ask("rates")
+        rates = executors[generator_names(engines)[0]].ask(GeneratorService.rates)
         copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)
     return controls_of(config, migrating, holding, restarts=restarts, judges=judges)
@@ -282,10 +291,8 @@ def _controls(
 def _generator(
     name: str, executor: Executor, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
 ) -> Generator:
-    ways: dict[str, Callable[..., Any]] = {"load": sync.follow(name, executor, "actor")}
-    if kv_router:
-        ways["accept"] = kv_router.serve(name, executor)
-    return generator_client(name, executor, spans, ways)
+    load = sync.follow(name, executor, "actor")
+    return GeneratorClient(name, executor, spans, load, kv_router)
 
 
 def _function(
@@ -302,7 +309,7 @@ def _function(
         )
     service = ScorerService(function)
     executor = ThreadExecutor(service, thread)
-    return ScorerReplica(scorer_client(service.info(), executor, spans))
+    return ScorerReplica(ScorerClient(service.info(), executor, spans))
 
 
 def _replica(
@@ -314,16 +321,16 @@ def _replica(
     spans: Spans,
 ) -> ScorerReplica:
     executor: Executor = workers.executors[placed.role]
-    info, notes = executor.ask("ready")
+    info, notes = executor.ask(ScorerService.ready)
     for line in notes:
         say(line)
-    ways = {"load": sync.follow(placed.role, executor, info.follows)} if info.follows else {}
+    load = sync.follow(placed.role, executor, info.follows) if info.follows else None
     if not workers.groups:  # replicas share a model and its name in traces
-        client = scorer_client(info, executor, spans, placed.role, ways, info.name)
+        client = ScorerClient(info, executor, spans, placed.role, load, info.name)
         return ScorerReplica(client, placed.host)
     if placed.scorer == "reference" and overrides.reference is None:
-        executor.ask("require", workers.ready)
-    client = scorer_client(info, executor, spans, placed.role, ways)
+        executor.ask(ScorerService.require, workers.ready)
+    client = ScorerClient(info, executor, spans, placed.role, load)
     return ScorerReplica(client, placed.host, short_name(placed.role))
 
 
@@ -331,7 +338,7 @@ def _speeds(
     engines: int, executors: Mapping[str, Executor], kv_router: KVRouter | None
 ) -> tuple[float, float | None]:
     one, other, *_ = generator_names(engines)
-    rates: MoveRates = executors[one].ask("rates")
+    rates = executors[one].ask(GeneratorService.rates)
     moving: float | None = COPY_GAIN * rates.prefill_tokens_per_s
     if kv_router:
         moving = kv_router.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None

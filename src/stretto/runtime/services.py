@@ -6,9 +6,9 @@ fingerprint of all parameters proves that both hold the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from stretto.models.offload import OffloadedTensors
 from stretto.models.shards import FullParameter, ShardLayout
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint
-from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
@@ -50,26 +49,31 @@ from stretto.scoring.base import ModelScorer
 from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import (
+    Chunk,
+    Decoded,
     FloatArray,
+    Hold,
     IntArray,
     KVTransfer,
     Prompt,
     Reply,
     Response,
+    Score,
     ScorerInfo,
     WeightsRef,
     short_name,
 )
 from stretto.weights.broadcast import WeightReceiver
+from stretto.weights.buckets import BucketPlan
 from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
-from stretto.workers.services import Service
+from stretto.workers.services import Remote, Service, Timed
 
 Receiver = WeightReceiver | Resharding
 """The follower's end of a weight channel between processes."""
 
 
-class Follower(Service):
+class FollowerService(Service):
     """A service that may follow a trained model. Weights from other processes need a receiver."""
 
     receiver: Receiver | None = None
@@ -85,22 +89,24 @@ class Follower(Service):
         if isinstance(self.receiver, WeightReceiver):
             self.receiver.abort()
 
+    @Remote("load", own_deadline=True)
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
-        def load() -> Loaded:
+        with self._timed("load") as timed:
             self.worker.load(weights)
-            return self._loaded()
+            loaded = Loaded(self.receiver.mark if self.receiver else "", self._probed())
+            if isinstance(self.receiver, Resharding):
+                loaded = replace(loaded, moved=self.receiver.moved)
+            timed.attributes = {"version": weights.version}
+        return Reply(loaded, timed.work)
 
-        return self._timed("load", load, lambda _: {"version": weights.version})
-
-    def _loaded(self, probe: FloatArray | None = None) -> Loaded:
-        moved = self.receiver.moved if isinstance(self.receiver, Resharding) else 0
-        return Loaded(self.receiver.mark if self.receiver else "", probe, moved)
+    def _probed(self) -> FloatArray | None:
+        return None
 
 
-class GeneratorService(Follower):
+class GeneratorService(FollowerService):
     """The service of an engine."""
 
-    role = Generator
+    worker: Engine
 
     def __init__(
         self,
@@ -113,48 +119,81 @@ class GeneratorService(Follower):
         self.receiver = receiver
         self._kv_store = kv_store
         self._probe = probe
-        if kv_store:  # called on the side
-            self.ship = kv_store.ship
-            self.sample = kv_store.sample
-            self.measure = kv_store.measure
 
+    @Remote(light=True)
+    def admit(self, responses: Sequence[Response]) -> Reply[None]:
+        self.worker.admit(responses)
+        return Reply(None)
+
+    @Remote("gen", alike=True, size=lambda max_tokens, stop_after: max_tokens)
+    def decode(self, max_tokens: int, stop_after: int) -> Reply[Decoded]:
+        before = self._counts()
+        with self._timed("gen") as timed:
+            decoded = self.worker.decode(max_tokens, stop_after)
+            timed.attributes = {
+                "rollouts": [c.rollout_id for c in decoded.chunks],
+                "tokens": sum(len(c.tokens) for c in decoded.chunks),
+                "steps": decoded.steps,
+                "version": self.worker.version,
+                **{name: count - before[name] for name, count in self._counts().items()},
+            }
+        return Reply(decoded, timed.work)
+
+    @Remote(light=True)
+    def release(self, rollout_ids: Sequence[int]) -> Reply[None]:
+        self.worker.release(rollout_ids)
+        return Reply(None)
+
+    @Remote(light=True)
+    def hold(self, rollout_ids: Sequence[int], how: Hold) -> Reply[None]:
+        self.worker.hold(rollout_ids, how)
+        return Reply(None)
+
+    @Remote("migrate")
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
-        def export() -> Sequence[KVTransfer]:
-            found: Sequence[KVTransfer] = self.worker.export(rollout_ids, with_cache)
-            return self._kv_store.keep(found) if self._kv_store else found
+        with self._timed("migrate") as timed:
+            transfers = self.worker.export(rollout_ids, with_cache)
+            if self._kv_store:
+                transfers = self._kv_store.keep(transfers)
+            timed.attributes = {"rollouts": list(rollout_ids)}
+        return Reply(transfers, timed.work)
 
-        return self._timed("migrate", export, lambda _: {"rollouts": list(rollout_ids)})
-
+    @Remote("migrate")
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
-        def accept() -> None:
-            came = self._kv_store.fetch(transfers) if self._kv_store else transfers
-            self.worker.accept(responses, came)
+        with self._timed("migrate") as timed:
+            if self._kv_store:
+                transfers = self._kv_store.fetch(transfers)
+            self.worker.accept(responses, transfers)
+            timed.attributes = {"rollouts": [r.id for r in responses]}
+        return Reply(None, timed.work)
 
-        return self._timed("migrate", accept, lambda _: {"rollouts": [r.id for r in responses]})
+    def ship(self, bundle: int, route: Route) -> None:
+        """Send a bundle of KV caches. Called on the side."""
+        assert self._kv_store
+        self._kv_store.ship(bundle, route)
+
+    def sample(self) -> tuple[int, BucketPlan]:
+        assert self._kv_store
+        return self._kv_store.sample()
+
+    def measure(self, route: Route, what: BucketPlan) -> float:
+        assert self._kv_store
+        return self._kv_store.measure(route, what)
 
     def rates(self) -> MoveRates:
         """Measure costs for the rules of migration and of parked episodes."""
         if self._probe is not None:  # kv_bytes_per_token is known after a forward pass
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
-        rate: float = self.worker.prefill_tokens_per_s()
+        rate = self.worker.prefill_tokens_per_s()
         size = self.worker.kv_bytes_per_token if moves else 0
         return MoveRates(rate, size, self.worker.host_bytes_per_s())
 
-    def _loaded(self, probe: FloatArray | None = None) -> Loaded:
-        return super()._loaded(None if self._probe is None else self.worker.logprobs(self._probe))
+    def _probed(self) -> FloatArray | None:
+        return None if self._probe is None else self.worker.logprobs(self._probe)
 
-    def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
-        if name != "decode":
-            return {}
-        return {
-            "rollouts": [c.rollout_id for c in value.chunks],
-            "tokens": sum(len(c.tokens) for c in value.chunks),
-            "steps": value.steps,
-            "version": self.worker.version,
-        }
-
-    def _counts(self) -> Mapping[str, int]:
+    def _counts(self) -> dict[str, int]:
+        """Return counters of the engine. Spans report their increase."""
         worker = self.worker
         graphed = worker.graphed_steps
         return {
@@ -165,10 +204,10 @@ class GeneratorService(Follower):
         }
 
 
-class ScorerService(Follower):
+class ScorerService(FollowerService):
     """The service of a scorer. Calls without a value of their own return its ScorerInfo."""
 
-    role = Scorer
+    worker: ModelScorer | CodeScorer
 
     def __init__(
         self,
@@ -187,17 +226,40 @@ class ScorerService(Follower):
         self.offloaded = offloaded
 
     @property
-    def light(self) -> frozenset[str]:
-        whole = set() if self.worker.info.streams else {"admit", "extend"}
-        return super().light | {"ready", "require"} | whole
+    def streams(self) -> bool:
+        return self.worker.info.streams
+
+    @Remote(reads=True, queues=True)
+    def admit(self, responses: Sequence[Response]) -> Reply[ScorerInfo]:
+        self.worker.admit(responses)
+        return Reply(self._ended())
+
+    @Remote("prefill", reads=True, queues=True)
+    def extend(self, chunks: Sequence[Chunk]) -> Reply[ScorerInfo]:
+        with self._read("prefill", [chunk.rollout_id for chunk in chunks]) as timed:
+            self.worker.extend(chunks)
+        return Reply(self._ended(), timed.work)
+
+    @Remote("score", reads=True, alike=True)
+    def finish(self, rollout_ids: Sequence[int]) -> Reply[Sequence[Score]]:
+        with self._read("score", rollout_ids) as timed:
+            scores = self.worker.finish(rollout_ids)
+        self._ended()
+        return Reply(scores, timed.work)
+
+    @Remote(light=True)
+    def release(self, rollout_ids: Sequence[int]) -> Reply[ScorerInfo]:
+        self.worker.release(rollout_ids)
+        return Reply(self._ended())
 
     def info(self) -> ScorerInfo:
-        info: ScorerInfo = self.worker.info
-        return info
+        return self.worker.info
 
+    @Remote(light=True)
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         return self.info(), self._notes
 
+    @Remote(light=True)
     def require(self, ready: Ready) -> None:
         """Raise EngineError if the reference differs from the learner's initial actor."""
         theirs = (ready.frozen, ready.refs["actor"].fingerprint if self._marks[1] else "")
@@ -208,21 +270,20 @@ class ScorerService(Follower):
                 "reference-differs",
             )
 
-    def _span(self, name: str) -> str:
-        return f"{name}/{short_name(self.worker.info.name)}"
+    @contextmanager
+    def _read(self, span: str, rollout_ids: Sequence[int]) -> Iterator[Timed]:
+        """Measure how the scorer reads responses, with the tokens that it counts, if it does."""
+        before = getattr(self.worker, "read_tokens", None)
+        with self._timed(f"{span}/{short_name(self.worker.info.name)}") as timed:
+            yield timed
+            timed.attributes = {"rollouts": list(rollout_ids)}
+            if before is not None:
+                timed.attributes["tokens"] = getattr(self.worker, "read_tokens", 0) - before
 
-    def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
-        ids = args[0] if name == "finish" else [chunk.rollout_id for chunk in args[0]]
-        return {"rollouts": list(ids)}
-
-    def _counts(self) -> Mapping[str, int]:
-        read = getattr(self.worker, "read_tokens", None)
-        return {} if read is None else {"tokens": read}
-
-    def _answer(self, reply: Reply[Any]) -> Reply[Any]:
+    def _ended(self) -> ScorerInfo:
         if not self.worker.info.streams:  # a streaming scorer needs the memory again
             self._give_back()
-        return reply if reply.value is not None else Reply(self.info(), reply.work)
+        return self.worker.info
 
 
 # -- in other processes ----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class ThreadWorkers:
     def release(self) -> None:
         """Free the models without a garbage collection, which could come after the next run's."""
         for executor in self.executors.values():
-            vars(executor.service).clear()  # its methods refer to it, which is a cycle
+            vars(executor.service).clear()  # the run refers to it in cycles
 
     @property
     def _cores(self) -> int:

@@ -29,13 +29,15 @@ import torch
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import WEIGHT_SYNC
 from stretto.protocols import Replaceable, Tracer
-from stretto.runtime.clients import Client
+from stretto.runtime.clients import FollowerClient, Load
+from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Loaded, Offer
+from stretto.runtime.services import FollowerService
 from stretto.saying import Say
 from stretto.training.agreement import FLOORS, LIMITS, is_coarse
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route, Wire, choose_wires
-from stretto.workers.threads import Executor, WorkerThread
+from stretto.workers.threads import Executor, Method, Ts, WorkerThread
 
 CONTROL_S = 30.0  # a process that answers no side call for so long is assumed to hang
 TRIES = 2  # maximum attempts at a transfer
@@ -176,7 +178,7 @@ class WeightSync:
         self._probes: deque[tuple[int, FloatArray]] = deque(maxlen=2)  # of the last two versions
         self.metrics: dict[str, float] = {}  # of the last syncs
 
-    def follow(self, name: str, follower: Executor, model: str) -> partial[Any]:
+    def follow(self, name: str, follower: Executor, model: str) -> Load:
         self._followers[name], self._models[name] = follower, model
         return partial(self._load, name)
 
@@ -188,12 +190,9 @@ class WeightSync:
         Cancelling one wait does not affect the rest. Each raises RoleLostError if the follower
         has died or hangs, EngineError if it holds other weights, TransferError if none arrived.
         """
-        clients = [cast(Client, role) for role in roles]
+        clients = [cast(FollowerClient, role) for role in roles]
         waits = self._begin(ref, [client.member for client in clients])
-        return [
-            partial(client.answer, "load", load)
-            for client, load in zip(clients, waits, strict=True)
-        ]
+        return [partial(client.loaded, load) for client, load in zip(clients, waits, strict=True)]
 
     def load_all(self, refs: Mapping[str, WeightsRef]) -> None:
         """Send weights to all followers. Blocks, and nothing else may run meanwhile."""
@@ -203,7 +202,7 @@ class WeightSync:
             for name in filter(self._is_here, names):
                 start_s = time.perf_counter()
                 offers = self._offers(ref) if self._meeting else []
-                loaded = self._followers[name].ask("load", ref)
+                loaded = self._followers[name].ask(FollowerService.load, ref)
                 outcomes[name] = self._loaded_here(name, ref, offers, loaded, start_s)
             for outcome in outcomes.values():
                 if isinstance(outcome, Exception):
@@ -248,7 +247,7 @@ class WeightSync:
     async def _load_here(self, name: str, ref: WeightsRef) -> Outcome:
         start_s = time.perf_counter()
         offers = await asyncio.to_thread(self._offers, ref) if self._meeting else []
-        loaded = await self._followers[name].call("load", ref)
+        loaded = await self._followers[name].call(FollowerService.load, ref)
         return self._loaded_here(name, ref, offers, loaded, start_s)
 
     def _loaded_here(
@@ -292,12 +291,14 @@ class WeightSync:
                     routes, tries = self._routes(ref, offers[0].size, here), tries + 1
                 case Action.ANNOUNCE:
                     route = routes.taking[asked[0]]
-                    answer = self._aside(asked[0], "expect", ref, offers[0].mark, route)
+                    answer = self._aside(
+                        asked[0], FollowerService.expect, ref, offers[0].mark, route
+                    )
                 case Action.SEND:
                     answer = self._send(ref, routes, asked)
                 case Action.ABORT:  # its group is broken, so the next transfer needs a new one
                     self._groups.pop((ref.model, wires[asked[0]]), None)
-                    answer = self._aside(asked[0], "abort")
+                    answer = self._aside(asked[0], FollowerService.abort)
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self._groups.pop((ref.model, wires[name]), None)
@@ -308,13 +309,13 @@ class WeightSync:
         return outcomes
 
     def _offers(self, ref: WeightsRef) -> list[Offer]:
-        offers = self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
+        offers = self._learner.aside_on_all(LearnerService.offer, ref, timeout_s=self._control_s)
         probe = offers[0].probe
         if probe is not None and ref.version not in [version for version, _ in self._probes]:
             self._probes.append((ref.version, probe))
         return offers
 
-    def _aside(self, name: str, method: str, *args: Any) -> Exception | None:
+    def _aside(self, name: str, method: Method[*Ts, None], *args: *Ts) -> RankError | None:
         try:
             self._followers[name].aside_on_all(method, *args, timeout_s=self._control_s)
         except RankError as error:
@@ -331,11 +332,11 @@ class WeightSync:
 
         def send(each: Sequence[Route]) -> tuple[str, float]:
             start_s = time.perf_counter()
-            marks = self._learner.aside_on_all("send", ref, each, timeout_s=limit_s)
+            marks = self._learner.aside_on_all(LearnerService.send, ref, each, timeout_s=limit_s)
             return " ".join(marks), time.perf_counter() - start_s
 
         sending = {wire: pool.submit(send, each) for wire, each in routes.sending.items()}
-        loading = {n: pool.submit(self._followers[n].ask, "load", ref) for n in names}
+        loading = {n: pool.submit(self._followers[n].ask, FollowerService.load, ref) for n in names}
         if late := wait(loading.values(), timeout=patience_s / 2).not_done:
             behind = ", ".join(name for name, future in loading.items() if future in late)
             self._say(

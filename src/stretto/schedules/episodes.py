@@ -24,7 +24,7 @@ from stretto.schedules.fleet import RoleContext
 from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import Ledger, Rollout, RolloutState
 from stretto.schedules.scoring import Scoring
-from stretto.schedules.waits import answered
+from stretto.schedules.waits import deadline
 from stretto.types import Chunk, FinishReason, Observation, Score, episode_of
 
 TOKEN_LIMITS = ("turn_tokens", "tokens")  # ends of an episode that cut its last turn
@@ -152,9 +152,8 @@ class Episodes:
     ) -> Observation:
         clock, start_s = self._context.clock, self._context.clock.now()
         with self._context.tracer.awaiting(ENVIRONMENT, name):
-            observation = await answered(
-                answer, self._context.deadline_s, "the environment", [rollout.id]
-            )
+            async with deadline(self._context.deadline_s, "the environment", [rollout.id]):
+                observation = await answer
         now_s = clock.now()
         facts = {
             "rollout": rollout.id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.protocols import Clock, Replaceable, Tracer
-from stretto.schedules.waits import Phases, Waits, Work, answered
+from stretto.schedules.waits import Phases, Waits, Work, deadline
 from stretto.types import WeightsRef, short_name
 
 T = TypeVar("T")
@@ -211,16 +212,17 @@ class Guard:
         self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0
     ) -> T:
         """Return the role's answer. GoneError if it is lost or late, and restarts are allowed."""
-        if not self._fleet.restarts:
-            return await self._answered(work, rollout_ids, deadlines)
         life = self.member.lives
         try:
-            answer = await self._answered(work, rollout_ids, deadlines)
+            async with self._deadline(rollout_ids, deadlines):
+                answer = await work
         except (RoleLostError, StalledError) as error:
+            if not self._fleet.restarts:
+                raise
             if self._is_at(life):
                 self._note_loss(error)
             raise GoneError from error
-        if not self._is_at(life):  # another call has noted a loss meanwhile
+        if self._fleet.restarts and not self._is_at(life):  # another call noted a loss meanwhile
             raise GoneError
         return answer
 
@@ -249,7 +251,8 @@ class Guard:
     async def _start(self) -> None:
         self.member.note("starting")
         try:
-            await self._answered(self.role.restart())
+            async with self._deadline():
+                await self.role.restart()
         except (RoleLostError, StalledError):
             raise
         except StrettoError as error:  # the role cannot be replaced
@@ -257,16 +260,16 @@ class Guard:
             raise self._loss from error
         self.member.note("started")
         while weights := self._newest():
-            await self._answered(self.role.load(weights))
+            async with self._deadline():
+                await self.role.load(weights)
             if weights is self._newest():
                 break
         self.member.note("loaded")
 
-    async def _answered(
-        self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0
-    ) -> T:
-        limit_s = deadlines * self._context.deadline_s
-        return await answered(work, limit_s, self.name, rollout_ids)
+    def _deadline(
+        self, rollout_ids: Iterable[int] = (), deadlines: float = 1.0
+    ) -> AbstractAsyncContextManager[None]:
+        return deadline(deadlines * self._context.deadline_s, self.name, rollout_ids)
 
     def _newest(self) -> WeightsRef | None:
         return self.weights or self._fleet.held.get(self._follows)

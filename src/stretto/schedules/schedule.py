@@ -34,7 +34,7 @@ from stretto.schedules.rollout import (
 )
 from stretto.schedules.rounds import Rounds
 from stretto.schedules.scoring import ScorerReplica, Scoring
-from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
+from stretto.schedules.waits import Phases, Text, Waits, deadline, first_of
 from stretto.types import Prompt, Stats, TrainBatch, WeightsRef
 
 
@@ -233,8 +233,8 @@ class Schedule:
         if not self._settings.lag:  # followers share the learner's weights
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
-        deadline_s = self._settings.deadline_s
-        output = await answered(self._learner.train(columns), deadline_s, "the learner", ids)
+        async with deadline(self._settings.deadline_s, "the learner", ids):
+            output = await self._learner.train(columns)
         with self._tracer.span(DRIVER, f"{DRIVER}/books", items=len(batch)):
             for rollout in batch:
                 self._rounds.move(rollout, RolloutState.TRAINED)
@@ -246,8 +246,8 @@ class Schedule:
         if self._steps % self._settings.weight_sync_interval == 0:
             with self._tracer.span(DRIVER, f"{DRIVER}/adapt", items=1):
                 self._controls.observe(self._meter.feedback(self._pool.take_samples()))
-            work = self._learner.publish()
-            self._weights = await answered(work, self._settings.deadline_s, "the learner")
+            async with deadline(self._settings.deadline_s, "the learner"):
+                self._weights = await self._learner.publish()
             self._version += 1
             self._changed.set()
 

@@ -122,13 +122,14 @@ class Waits:
             )
 
 
-async def answered(
-    work: Awaitable[T], deadline_s: float, role: str, rollout_ids: Iterable[int] = ()
-) -> T:
-    """Return a role's answer. StalledError if it exceeds the deadline."""
+@asynccontextmanager
+async def deadline(
+    deadline_s: float, role: str, rollout_ids: Iterable[int] = ()
+) -> AsyncIterator[None]:
+    """Limit the wait for a role's answer. StalledError if it exceeds the deadline."""
     try:
         async with asyncio.timeout(deadline_s) as limit:
-            return await work
+            yield
     except StrettoError:
         raise
     except Exception as error:

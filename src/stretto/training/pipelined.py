@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -49,19 +49,20 @@ from stretto.training.trained import (
 )
 from stretto.types import Stats
 from stretto.workers.ranks import Ranks
+from stretto.workers.threads import Method
 
 MEASURED_RUN = 2
 """The mini-batch whose latencies are measured. The first is slow for unrelated reasons."""
 
-WORDS = {
-    "hold": "the transfer of stages",
-    "run": "the passes of a mini-batch",
-    "saved_bytes": "the measuring of memory",
-    "update": "an update of the weights",
-    "skip": "an update of the weights",
-    "weights": "the transfer of new weights",
-    "state": "the transfer of the state",
-    "load": "the transfer of a saved state",
+WORDS: Mapping[Callable[..., Any], str] = {
+    StageTrainer.hold: "the transfer of stages",
+    StageTrainer.run: "the passes of a mini-batch",
+    StageTrainer.saved_bytes: "the measuring of memory",
+    StageTrainer.update: "an update of the weights",
+    StageTrainer.skip: "an update of the weights",
+    StageTrainer.weights: "the transfer of new weights",
+    StageTrainer.state: "the transfer of the state",
+    StageTrainer.load: "the transfer of a saved state",
 }
 """Names of the :class:`~stretto.training.stages.StageTrainer`'s methods in messages."""
 
@@ -89,13 +90,13 @@ class StagedModel(Trained):
 
     def update(self) -> float:
         """Take an optimizer step on the ranks. :meth:`fetch` then updates the full model."""
-        norm, self._lr = self._ranks.call("update", self._name)[0]
+        norm, self._lr = self._ranks.call(StageTrainer.update, self._name)[0]
         self._behind = True
         require_finite_norm(norm)
         return float(norm)
 
     def skip(self) -> None:
-        self._lr = float(self._ranks.call("skip", self._name)[0])
+        self._lr = float(self._ranks.call(StageTrainer.skip, self._name)[0])
 
     def snapshot(self) -> Mapping[str, Tensor]:
         return self._snapshots.take()
@@ -106,23 +107,23 @@ class StagedModel(Trained):
         if not self._behind:
             return
         new: dict[str, Tensor] = {}
-        for names, weights in self._of_stages("weights"):
+        for names, weights in self._of_stages(StageTrainer.weights):
             new |= {names[local_name]: weight for local_name, weight in weights.items()}
         with self._gate.passing():  # shutdown must find the weights of a single step
             torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
         self._behind = False
 
     def state_dict(self) -> dict[str, Any]:
-        return whole_state(self._of_stages("state"), [*self._weights])
+        return whole_state(self._of_stages(StageTrainer.state), [*self._weights])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         order = [*self._weights]
         parts = ((self._name, in_memory(stage_state(state, order, n))) for n in self._names)
-        self._lr = float(self._ranks.call_each("load", parts)[0])
+        self._lr = float(self._ranks.call_each(StageTrainer.load, parts)[0])
         self._behind = True
         self.fetch()
 
-    def _of_stages(self, method: str) -> list[tuple[Names, Mapping[str, Any]]]:
+    def _of_stages(self, method: Method[Name, Any]) -> list[tuple[Names, Mapping[str, Any]]]:
         replies = self._ranks.call(method, self._name)
         return [(n, s) for n, s in zip(self._names, replies, strict=True) if s is not None]
 
@@ -163,14 +164,14 @@ class PipelinedBackprop:
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
         plan = self._planner.plan(len(batches))
         reports: list[tuple[Timings, Mapping[Name, Metrics]]] = self.ranks.call(
-            "run", plan.schedule, plan.problem, batches, kl_coef, trains_actor
+            StageTrainer.run, plan.schedule, plan.problem, batches, kl_coef, trains_actor
         )
         timings = [times for times, _ in reports]
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
         self._runs += 1
         self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
         if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
-            saved_bytes = self.ranks.call("saved_bytes", batches[0])
+            saved_bytes = self.ranks.call(StageTrainer.saved_bytes, batches[0])
             self._planner.measure(profile(self._layout, timings, saved_bytes))
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
         return {name: sum((metrics[name] for _, metrics in reports), Metrics()) for name in names}
@@ -227,7 +228,8 @@ def start(
             for name, model in models.items()
         }
         pairs = zip(stages["actor"], stages["critic"], strict=True)
-        lr = ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))[0]
+        sent = ((for_sending(actor), for_sending(critic)) for actor, critic in pairs)
+        lr = ranks.call_each(StageTrainer.hold, sent)[0]
         names = {
             name: [{n: s.names[n] for n, p in s.named_parameters() if p.requires_grad} for s in of]
             for name, of in stages.items()

@@ -1,8 +1,9 @@
-"""One rank of a group: joins, makes an object, and answers calls of its methods.
+"""One rank of a group: joins, makes an object or services, and answers calls of their methods.
 
 The same :class:`Rank` works under every launcher, which gives it its :class:`RankSpec` and a
-connection to its driver. Its steps are ``listen`` (rank 0), ``join``, ``make``, and then ``call``
-repeatedly. It ends with its driver, however the driver ends and whatever the rank is doing.
+connection to its driver. Its steps are ``listen`` (rank 0), ``join``, ``make`` or
+``make_services``, and then ``call`` or ``answer`` repeatedly. It ends with its driver, however the
+driver ends and whatever the rank is doing.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
-from stretto.errors import RankError
+from stretto.errors import RankError, StrettoError
 from stretto.models.backend import keep_freed_memory
+from stretto.protocols import RealClock
 from stretto.workers.connection import Address, DriverConnection, Raw, listening_at
+
+if TYPE_CHECKING:
+    from stretto.workers.services import Makes, RankServices
 
 PACKAGES = ("stretto", "torch", "transformers", "ray")  # must have equal versions on all ranks
 
@@ -48,13 +53,16 @@ class RankSpec:
 
 
 class Rank:
-    """A rank. It is independent of what its object does."""
+    """A rank. It is independent of what its object or its services do."""
+
+    _services: RankServices
 
     def __init__(self, spec: RankSpec, connection: Raw) -> None:
         keep_freed_memory()
-        self._spec, self._made = spec, None
+        self._spec = spec
+        self._made: Any = None
         self._listener: socket.socket | None = None
-        self._driver = DriverConnection(connection, self.aside)
+        self._driver = DriverConnection(connection, lambda name, args: getattr(self, name)(*args))
 
     def serve(self) -> NoReturn:
         self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
@@ -100,20 +108,41 @@ class Rank:
     def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._made = make(self._spec.index, *arguments)
 
+    def make_services(self, makes: Makes) -> None:
+        from stretto.workers.services import RankServices
+
+        self._services = RankServices(makes)
+
     def call(self, method: str, arguments: tuple[Any, ...]) -> object:
         return getattr(self._made, method)(*arguments)
 
-    def aside(self, method: str, arguments: tuple[Any, ...]) -> object:
-        """Call ``stacks``, ``used_bytes``, or a method of the object, while a step runs."""
-        if method == "stacks":
-            return stacks()
-        if method == "used_bytes":
-            return used_bytes(self._spec.device)
+    def answer(self, service: str, method: str, arguments: tuple[Any, ...]) -> object:
+        """Return the result of a service's method, or the StrettoError it raised. The rank lives
+        on. Results that must be equal on all ranks are compared, and only the first rank returns
+        them. Raises RankError if they differ. Raises the error itself if the other ranks have not
+        finished the method after ``services.ALONE_S``, as they may wait for this rank elsewhere.
+        """
+        try:
+            result = self._services.begin(service, method)(*arguments)
+        except StrettoError as error:
+            result = error
+        return self._services.end(service, method, result)
+
+    def now(self) -> float:
+        return RealClock().now()
+
+    def stacks(self) -> str:
+        return stacks()
+
+    def used_bytes(self) -> dict[str, int]:
+        return used_bytes(self._spec.device)
+
+    def aside(self, service: str, method: str, arguments: tuple[Any, ...]) -> Any:
         if self._spec.device.startswith("cuda"):  # a new thread starts on the first GPU
             import torch
 
             torch.cuda.set_device(self._spec.device)
-        return self.call(method, arguments)
+        return self._services.method(service, method)(*arguments)
 
 
 def used_bytes(device: str) -> dict[str, int]:

@@ -7,14 +7,14 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stretto.errors import RankError
 from stretto.workers.connection import (
@@ -27,13 +27,18 @@ from stretto.workers.connection import (
     framed,
 )
 from stretto.workers.forkserver import ForkedProcesses
-from stretto.workers.rank import Facts, RankSpec
+from stretto.workers.rank import Facts, Rank, RankSpec
+from stretto.workers.threads import Method, T, Ts
+
+if TYPE_CHECKING:
+    from stretto.workers.services import Makes
 
 START = "its start"
 LISTEN, JOIN, MAKE = (f"{START} ({what})" for what in ("listening", "joining its group", "loading"))
 SAY_EVERY_S = 30.0  # seconds between reports during a start
 PATIENCE_S = 2.0  # for an answer aside from a rank that may hang
-NO_WORDS: Mapping[str, str] = MappingProxyType({})
+NO_WORDS: Mapping[Callable[..., Any], str] = MappingProxyType({})
+NO_SERVICES: Makes = MappingProxyType({})
 _END_S = 5.0  # for connections to close once their processes have ended
 _LAST_LINES = 20  # of a rank's log, to show when it has died
 
@@ -59,16 +64,17 @@ class Launched(Protocol):
 
 class Ranks:
     """Processes of a ``torch.distributed`` group. All end when one fails, or when this process
-    does. Once the group exists, each process calls ``make(rank, *arguments)``. Methods of the
-    result can be called, one at a time. Data is pickled, tensors by value.
+    does. Once the group exists, each process calls ``make(rank, *arguments)``, or makes services.
+    Their methods can be called, one at a time. Data is pickled, tensors by value.
     """
 
     def __init__(
         self,
         size: int,
-        make: Callable[..., object],
-        arguments: tuple[Any, ...],
+        make: Callable[..., object] | None = None,
+        arguments: tuple[Any, ...] = (),
         *,
+        services: Makes = NO_SERVICES,  # made in place of an object
         launch: Callable[[Sequence[RankSpec]], Launched] = ForkedProcesses,
         backend: str = "gloo",  # or nccl, with a GPU each
         threads: int = 1,  # of each rank's torch, 0 for its default
@@ -79,7 +85,7 @@ class Ranks:
         logs: Sequence[Path] = (),  # for each rank's output, on its machine
         patience_s: float = 1.0,  # after an error, to learn whether another rank's death caused it
         role: str = "",  # of a single process, for messages
-        words: Mapping[str, str] = NO_WORDS,  # nouns for methods' work, for messages
+        words: Mapping[Callable[..., Any], str] = NO_WORDS,  # nouns for methods' work, for messages
         say: Callable[[str], None] = lambda _: None,  # gets warnings, if there are logs
         check: Callable[[Sequence[Facts]], None] = lambda _: None,  # called before make
         begun: Callable[[Ranks], None] = lambda _: None,  # may close this meanwhile
@@ -92,12 +98,13 @@ class Ranks:
         self._role = role
         self._words = words
         self._logs = logs
-        self._calling, self._closed = Lock(), False
+        self._calling = RLock()
+        self._closed = False
         self._died: RankError | None = None
         self._tell: Callable[[RankError], None] = lambda _: None
         self._say = say
         self._connections: list[RankConnection] = []
-        made = _step("make", make, arguments)
+        made = step(Rank.make, make, arguments) if make else step(Rank.make_services, services)
         specs = [
             RankSpec(
                 index=rank,
@@ -117,34 +124,64 @@ class Ranks:
             try:
                 begun(self)
                 self._connect(say)
-                (address,) = self._start(LISTEN, [_step("listen")], timeout_s)
-                joining = repeat(_step("join", *address), size)
-                self.facts = self._start(JOIN, joining, timeout_s)
+                (address,) = self.run(LISTEN, [step(Rank.listen)], timeout_s, SAY_EVERY_S)
+                joining = repeat(step(Rank.join, *address))
+                self.facts = self.run(JOIN, joining, timeout_s, SAY_EVERY_S)
                 check(self.facts)
-                self._start(MAKE, repeat(made, size), None if patient else timeout_s)
+                limit_s = None if patient else timeout_s
+                self.run(MAKE, repeat(made), limit_s, SAY_EVERY_S)
             except BaseException:
                 self.close()
                 raise
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method on all ranks at once and return the results. Raises a RankError with the
-        error raised by a rank, or with the ranks that did not answer in time. Reports slow ranks
-        after half of that time.
+    def call(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float | None = None) -> list[T]:
+        """Call a method of the object on all ranks at once and return the results. Raises a
+        RankError with the error raised by a rank, or with the ranks that did not answer in time.
+        Reports slow ranks after half of that time.
         """
-        return self._call(method, repeat(_step("call", method, args), self._size), timeout_s)
+        steps = repeat(step(Rank.call, method.__name__, args))
+        return self.run(self._work(method), steps, timeout_s)
 
-    def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
-        return self._call(method, (_step("call", method, args) for args in per_rank))
+    def call_each(self, method: Method[*Ts, T], per_rank: Iterable[tuple[*Ts]]) -> list[T]:
+        steps = (step(Rank.call, method.__name__, args) for args in per_rank)
+        return self.run(self._work(method), steps)
 
-    def aside(self, rank: int, method: str, *args: Any, timeout_s: float = PATIENCE_S) -> Any:
-        """Call a rank's method during another call, see :meth:`RankConnection.aside`."""
+    def run(
+        self,
+        doing: str,
+        steps: Iterable[memoryview],
+        timeout_s: float | None = None,
+        every_s: float = math.inf,
+    ) -> list[Any]:
+        """Have ranks take steps, starting with the first. Return the results unless one failed,
+        which ends all ranks.
+        """
+        with self._calling:
+            if self._closed:
+                raise self._died or _ended()
+            try:
+                began_s = time.monotonic()
+                pairs = zip(self._connections, steps, strict=False)
+                asked = [connection.step(each) for connection, each in pairs]
+                self._wait(doing, asked, timeout_s, every_s, began_s)
+            except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
+                self.close()
+                raise
+            return [each.result for each in map(Future.result, asked) if isinstance(each, Done)]
+
+    def aside(
+        self, rank: int, method: Method[*Ts, T], *args: *Ts, timeout_s: float = PATIENCE_S
+    ) -> T:
+        """Call a :class:`Rank`'s method during a step, see :meth:`RankConnection.aside`."""
         connection = self._connections[rank]
+        name = method.__name__
         try:
-            return connection.aside(method, *args, timeout_s=timeout_s)
+            answer: T = connection.aside(name, *args, timeout_s=timeout_s)
         except RankError as error:
             if not connection.gone:
                 raise
-            raise self._died or self._death(rank, f"in the middle of '{method}'") from error
+            raise self._died or self._death(rank, f"in the middle of '{name}'") from error
+        return answer
 
     def stacks(self) -> str:
         """Return the stacks of all threads of each rank that answers, for people."""
@@ -153,7 +190,7 @@ class Ranks:
             facts = self.facts[rank] if self.facts else None
             parts.append(f"{self._name(rank)} ({self._launched.where(rank, facts)}):")
             try:
-                parts[-1] += f"\n{self.aside(rank, 'stacks')}"
+                parts[-1] += f"\n{self.aside(rank, Rank.stacks)}"
             except RankError as error:
                 parts[-1] += f" {error}"
         return "\n\n".join(parts)
@@ -163,7 +200,7 @@ class Ranks:
         used: list[Mapping[str, int]] = [{}] * len(self._connections)
         for rank in range(len(used)):
             with contextlib.suppress(RankError):
-                used[rank] = self.aside(rank, "used_bytes")
+                used[rank] = self.aside(rank, Rank.used_bytes)
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
@@ -193,37 +230,19 @@ class Ranks:
         for rank, connection in enumerate(connections):
             self._connections.append(RankConnection(connection, say, partial(ended, rank)))
 
-    def _call(
-        self, method: str, messages: Iterable[memoryview], timeout_s: float | None = None
-    ) -> list[Any]:
-        with self._calling:
-            if self._closed:
-                raise self._died or _ended()
-            try:
-                return self._take(self._words.get(method, f"'{method}'"), messages, timeout_s)
-            except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
-                self.close()
-                raise
-
-    def _start(
-        self, doing: str, messages: Iterable[memoryview], timeout_s: float | None
-    ) -> list[Any]:
-        return self._take(doing, messages, timeout_s, SAY_EVERY_S)
-
-    def _take(
+    def _wait(
         self,
         doing: str,
-        messages: Iterable[memoryview],
-        timeout_s: float | None = None,
-        every_s: float = math.inf,
-    ) -> list[Any]:
-        """Run a step on the ranks, starting with the first. Return the results unless one failed.
-        Reports the ranks still at work every ``every_s`` seconds, and after half of the limit.
+        asked: Sequence[Future[Done | Failed]],
+        timeout_s: float | None,
+        every_s: float,
+        began_s: float,
+    ) -> None:
+        """Wait until all ranks are done. Raises an error if one failed. Reports the ranks still at
+        work every ``every_s`` seconds, and after half of the limit.
         """
-        began_s = time.monotonic()
         limit_s = math.inf if timeout_s is None else timeout_s
         end_s = began_s + limit_s
-        asked = [c.step(message) for c, message in zip(self._connections, messages, strict=False)]
         if self._closed:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
@@ -262,7 +281,6 @@ class Ranks:
             error = self._error(ranks[0], what, "rank-silent")
             error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
             raise error
-        return [answer.result for future in asked if isinstance(answer := future.result(), Done)]
 
     def _has_ended(self, rank: int) -> None:
         """Report a rank that ended between two calls. A call in progress detects it itself."""
@@ -292,6 +310,9 @@ class Ranks:
         message = f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}"
         return RankError(message, rank, code)
 
+    def _work(self, method: Callable[..., Any]) -> str:
+        return self._words.get(method, f"'{method.__name__}'")
+
     def _name(self, rank: int) -> str:
         if not self._role:
             return f"rank {rank} of {self._size}"
@@ -306,8 +327,8 @@ class Ranks:
         return [f"The end of {self._logs[rank]}:\n{''.join(lines)}"] if lines else []
 
 
-def _step(name: str, *arguments: Any) -> memoryview:
-    return framed(STEP, (name, arguments))
+def step(method: Method[*Ts, object], *arguments: *Ts) -> memoryview:
+    return framed(STEP, (method.__name__, arguments))
 
 
 def _ended() -> RankError:

@@ -2,87 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from stretto.errors import RankError, StrettoError
 from stretto.models.backend import backend_of
 from stretto.models.offload import OffloadedTensors
-from stretto.protocols import Clock, RealClock, RemoteMethod, remote_methods
+from stretto.protocols import Clock, RealClock
 from stretto.types import Reply, Work
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+ALONE_S = 60.0  # how long a failed rank waits for ranks that may be stuck elsewhere
 
 Call = tuple[str, str]
 """A service and its method."""
 
+Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+"""How to make each service, by name: an importable function and its arguments."""
 
-class Service:
-    """A role's worker, with plain methods, and the methods of the role's protocol."""
 
-    role: ClassVar[type] = object
-    offloaded: OffloadedTensors | None = None  # tensors off the device while other services work
-    reads: frozenset[str] = frozenset()  # methods that do not change these tensors
-    waits: frozenset[str] = frozenset()  # methods that wait for these tensors themselves
-    collective: frozenset[str] = frozenset()  # methods in which the service's ranks may meet
-    alike: frozenset[str] = frozenset()  # collective methods with the same result on all ranks
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Marks a service's method and says how executors call it.
 
-    def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
-        self.worker, self._clock = worker, clock or RealClock()
-        methods = self._methods = remote_methods(self.role)
-        self.reads |= frozenset(name for name, method in methods.items() if method.reads)
-        self.waits |= frozenset(name for name, method in methods.items() if method.waits)
-        self.collective |= frozenset(name for name, method in methods.items() if method.span)
-        self.alike |= frozenset(name for name, method in methods.items() if method.alike)
-        for name, method in methods.items():
-            if not hasattr(type(self), name):
-                setattr(self, name, partial(self._serve, name, method))
+    Attributes:
+        span: its name in traces. Empty if it takes no time worth recording.
+        light: needs no offloaded tensors, and almost no memory on the device.
+        queues: light unless the scorer streams, because it then only stores its arguments.
+        reads: leaves offloaded tensors unchanged.
+        waits: waits for offloaded tensors itself, when it needs them.
+        collective: the ranks of the service may meet in it. Methods with a span always may.
+        alike: all ranks with slices of a model return the same value.
+        own_deadline: its work has a deadline, so the executor sets none.
+        size: the amount of work that its time is proportional to, computed from its arguments.
+    """
+
+    span: str = ""
+    _: KW_ONLY
+    light: bool = False
+    queues: bool = False
+    reads: bool = False
+    waits: bool = False
+    collective: bool = False
+    alike: bool = False
+    own_deadline: bool = False
+    size: Callable[..., float] = lambda *_: 1.0
+
+    def __call__(self, method: F) -> F:
+        vars(method)["remote"] = self
+        return method
 
     @property
-    def light(self) -> frozenset[str]:
-        """Methods that need no offloaded tensors and almost no device memory."""
-        return frozenset({"now", *(name for name, m in self._methods.items() if m.light)})
+    def meets(self) -> bool:
+        return self.collective or bool(self.span)
 
-    def now(self) -> Reply[float]:
-        return Reply(self._clock.now())
 
-    def _serve(self, name: str, method: RemoteMethod, *args: Any) -> Reply[Any]:
-        call, before = partial(getattr(self.worker, name), *args), self._counts()
-        if not method.span:
-            return self._answer(Reply(call()))
+def remote_of(method: Callable[..., Any]) -> Remote:
+    found: Remote = getattr(method, "remote", Remote())
+    return found
 
-        def about(value: Any) -> Mapping[str, Any]:
-            counts = {n: count - before[n] for n, count in self._counts().items()}
-            return {**self._about(name, args, value), **counts}
 
-        return self._answer(self._timed(self._span(method.span), call, about))
+@dataclass(slots=True)
+class Timed:
+    """A stretch of work: its attributes for the trace, and the finished work."""
 
-    def _span(self, name: str) -> str:
-        return name
+    attributes: dict[str, Any] = field(default_factory=dict)
+    work: tuple[Work, ...] = ()
 
-    def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
-        return {}
 
-    def _counts(self) -> Mapping[str, int]:
-        """Return counters of the worker. Spans report their increase."""
-        return {}
+class Service:
+    """A role's worker, with the methods that executors call."""
 
-    def _answer(self, reply: Reply[Any]) -> Reply[Any]:
-        return reply
+    offloaded: OffloadedTensors | None = None  # tensors off the device while other services work
 
-    def _timed(
-        self, name: str, call: Callable[[], T], about: Callable[[T], Mapping[str, Any]]
-    ) -> Reply[T]:
+    def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
+        self.worker = worker
+        self._clock = clock or RealClock()
+
+    @property
+    def streams(self) -> bool:
+        """Whether a scorer reads responses as they arrive."""
+        return True
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[Timed]:
+        """Measure the work of a ``with`` statement."""
         device = getattr(self.worker, "device", None)
         seconds = backend_of(device).timer() if device else None
+        timed = Timed()
         start_s = self._clock.now()
-        value = call()
-        attributes = about(value)
+        yield timed
         if seconds:  # GPU calls return before their work is done, and may wait first
             took_s = seconds()
             start_s = max(start_s, self._clock.now() - took_s)
-        return Reply(value, (Work(name, start_s, self._clock.now(), attributes),))
+        timed.work = (Work(name, start_s, self._clock.now(), timed.attributes),)
 
 
 class CallPredictor:
@@ -108,39 +130,60 @@ class CallPredictor:
         return service if self._times >= times else ""
 
 
-def offloaded_of(service: object) -> OffloadedTensors | None:
-    return getattr(service, "offloaded", None)
+class RankServices:
+    """The services of one rank. They share its device: a call loads the offloaded tensors of its
+    service and offloads the rest.
+    """
 
-
-class ServiceTensors:
-    """Offloaded tensors of services on one device: a call loads its own and offloads the rest."""
-
-    def __init__(self, services: Mapping[str, Service]) -> None:
-        self._services = services
-        self._predictor, self._noted = CallPredictor(), list[Work]()
-        found = {name: offloaded_of(service) for name, service in services.items()}
-        self._offloaded = {name: offloaded for name, offloaded in found.items() if offloaded}
+    def __init__(self, makes: Makes) -> None:
+        self._services = dict[str, Service]()
+        self._offloaded = dict[str, OffloadedTensors]()
+        self._predictor = CallPredictor()
+        self._noted = list[Work]()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._beside = dist.new_group(backend="gloo") if ranks > 1 else None
+        for name, (make, arguments) in makes.items():
+            service = self._services[name] = make(*arguments)
+            if offloaded := getattr(service, "offloaded", None):
+                self._offloaded[name] = offloaded
+                offloaded.offload()  # to make room for the next one
         self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
 
-    def begin(self, name: str, method: str) -> None:
-        """Prepare for a call: its tensors are loaded, unless it waits for them itself."""
-        service = self._services[name]
-        if not self._offloaded or method in service.light:
-            return
+    def method(self, service: str, method: str) -> Callable[..., object]:
+        found: Callable[..., object] = getattr(self._services[service], method)
+        return found
+
+    def begin(self, name: str, method: str) -> Callable[..., object]:
+        """Prepare for a call and return the method. Its tensors are loaded, unless it waits for
+        them itself.
+        """
+        call = self.method(name, method)
+        remote = remote_of(call)
+        light = remote.light or (remote.queues and not self._services[name].streams)
+        if not self._offloaded or light:
+            return call
         for other, offloaded in self._offloaded.items():
             if other != name:
                 offloaded.offload()
         if own := self._offloaded.get(name):
             own.load()
-            if method not in service.waits:
+            if not remote.waits:
                 own.wait()
-            own.changed |= method not in service.reads
+            own.changed |= not remote.reads
         coming = self._predictor.called((name, method))
         if coming in self._offloaded:
             self._offloaded[coming].load(early=True)
+        return call
 
-    def noted(self, result: object) -> object:
-        """Return a call's result, with the finished copies if it is a Reply."""
+    def end(self, name: str, method: str, result: object) -> object:
+        """Return a call's result or error, after the other ranks have ended a collective call.
+        Finished copies are added to a Reply. See :meth:`stretto.workers.rank.Rank.answer`.
+        """
+        remote = remote_of(self.method(name, method))
+        if self._beside and remote.meets:
+            self._meet(result, alike=remote.alike)
+            if remote.alike and dist.get_rank() and isinstance(result, Reply):
+                result = Reply(None, result.work)
         for copies in self._copy_streams:
             self._noted += copies.take()
         if not isinstance(result, Reply):  # copies can be reported later, waits only now
@@ -148,3 +191,26 @@ class ServiceTensors:
             return result
         works, self._noted = self._noted, []
         return replace(result, work=(*works, *result.work))
+
+    def _meet(self, result: object, *, alike: bool) -> None:
+        """Wait until the method has ended on all ranks. Compare results by a checksum."""
+        failed = isinstance(result, StrettoError)
+        value = result.value if alike and isinstance(result, Reply) else None
+        own = torch.tensor([failed, zlib.crc32(pickle.dumps(value))])
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        work = dist.all_gather(found, own, group=self._beside, async_op=True)
+        try:
+            work.wait(*[timedelta(seconds=ALONE_S)] if failed else [])
+        except RuntimeError:
+            if isinstance(result, StrettoError):
+                raise result from None
+            raise
+        gave_up, sums = torch.stack(found).T.tolist()
+        if not any(gave_up) and len(set(sums)) > 1:
+            other = next(rank for rank, checksum in enumerate(sums) if checksum != sums[0])
+            raise RankError(
+                f"rank {other} has decoded or scored otherwise than rank 0: both have the same "
+                "model and got the same. See whether their GPUs and libraries are the same",
+                other,
+                "ranks-disagree",
+            )

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from stretto.workers.rank import Facts
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Method = Callable[[Any, *Ts], T]
+"""A function of a class, such as ``LearnerService.train``, that executors call by its name."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -167,17 +171,17 @@ class Executor(Protocol):
     def facts(self) -> Sequence[Facts]:
         """What each rank that holds the service has found at its place."""
 
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
+    async def call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> Reply[T]:
         """Call a method of the service; return its reply, with times by this process's clock.
 
         Raises what the method raised, RoleLostError if the service's process has died, or been
         replaced with what it held, and RankError if it has died and cannot be replaced.
         """
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def ask(self, method: Method[*Ts, T], *args: *Ts) -> T:
         """Return a method's result; blocks. Only while nothing else is asked of the service."""
 
-    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def aside_on_all(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float) -> list[T]:
         """Call a method on all ranks at once while another may be under way; blocks."""
 
     async def restart(self) -> None:
@@ -196,14 +200,14 @@ class ThreadExecutor:
     def __init__(self, service: Any, thread: WorkerThread | CallerThread) -> None:
         self.service, self._thread = service, thread
 
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
-        reply: Reply[Any] = await self._thread.run(lambda: self.ask(method, *args))
-        return reply
+    async def call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> Reply[T]:
+        return await self._thread.run(lambda: self.ask(method, *args))
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return getattr(self.service, method)(*args)
+    def ask(self, method: Method[*Ts, T], *args: *Ts) -> T:
+        answer: T = getattr(self.service, method.__name__)(*args)
+        return answer
 
-    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def aside_on_all(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float) -> list[T]:
         self._thread.stream.follow()
         return [self.ask(method, *args)]
 
