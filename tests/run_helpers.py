@@ -7,7 +7,7 @@ import os
 import signal
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,9 +205,10 @@ def processes() -> dict[str, int]:
     """Ids of the run's processes, by the name of their log."""
     found = {}
     for child in psutil.Process().children(recursive=True):
-        log = Path(f"/proc/{child.pid}/fd/2").readlink()
-        if child.name() == NAME and log.suffix == ".log":
-            found[log.stem] = child.pid
+        with suppress(OSError, psutil.NoSuchProcess):  # it may be ending
+            log = Path(f"/proc/{child.pid}/fd/2").readlink()
+            if child.name() == NAME and log.suffix == ".log":
+                found[log.stem] = child.pid
     return found
 
 
