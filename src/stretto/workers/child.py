@@ -219,9 +219,9 @@ def _write(me: object, process: Process, outbox: Outbox) -> None:
     assert process.stdin
     with process.stdin, contextlib.suppress(OSError):
         while line := outbox.get():
-            left = memoryview(line)
-            while left:
-                left = left[os.write(process.stdin.fileno(), left) :]
+            view = memoryview(line)
+            while view:
+                view = view[os.write(process.stdin.fileno(), view) :]
 
 
 class Deadline:

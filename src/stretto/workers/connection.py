@@ -184,14 +184,14 @@ def _called(method: Method, content: memoryview) -> object:
 def _failed(error: BaseException) -> Failed:
     at_s = time.monotonic()
     frames = traceback.extract_tb(error.__traceback__)
-    own = error if isinstance(error, StrettoError) and _travels(error) else None
+    stretto_error = error if isinstance(error, StrettoError) and _travels(error) else None
     if is_out_of_memory(error):
-        own = OutOfMemoryError(first_line(error))
+        stretto_error = OutOfMemoryError(first_line(error))
     what = f"{type(error).__name__}: {error}"
-    if frames and own is None:  # a StrettoError needs no location
+    if frames and stretto_error is None:  # a StrettoError needs no location
         last = frames[-1]
         what += f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line})"
-    return Failed(at_s, what, "".join(traceback.format_exception(error)), own)
+    return Failed(at_s, what, "".join(traceback.format_exception(error)), stretto_error)
 
 
 def _travels(error: StrettoError) -> bool:
@@ -317,11 +317,11 @@ class Listener:
             with _handshake(line) as connection:
                 deliver_challenge(connection, self.key)
                 answer_challenge(connection, self.key)
-                said = connection.recv_bytes(_NUMBER_BYTES + KEY_BYTES)
-                own = secrets.token_bytes(KEY_BYTES)
-                connection.send_bytes(own)
-                connection.sign(_key_of(self.key, said, own), TO_RANK, TO_DRIVER)
-            number = int.from_bytes(said[:_NUMBER_BYTES], "little")
+                greeting = connection.recv_bytes(_NUMBER_BYTES + KEY_BYTES)
+                nonce = secrets.token_bytes(KEY_BYTES)
+                connection.send_bytes(nonce)
+                connection.sign(_key_of(self.key, greeting, nonce), TO_RANK, TO_DRIVER)
+            number = int.from_bytes(greeting[:_NUMBER_BYTES], "little")
             self._connected.put((number, connection))
 
 
@@ -335,15 +335,17 @@ def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Si
     with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
-        said = number.to_bytes(_NUMBER_BYTES, "little") + secrets.token_bytes(KEY_BYTES)
-        connection.send_bytes(said)
-        connection.sign(_key_of(key, said, connection.recv_bytes(KEY_BYTES)), TO_DRIVER, TO_RANK)
+        greeting = number.to_bytes(_NUMBER_BYTES, "little") + secrets.token_bytes(KEY_BYTES)
+        connection.send_bytes(greeting)
+        connection.sign(
+            _key_of(key, greeting, connection.recv_bytes(KEY_BYTES)), TO_DRIVER, TO_RANK
+        )
     return connection
 
 
-def _key_of(key: bytes, said: bytes, answered: bytes) -> bytes:
+def _key_of(key: bytes, greeting: bytes, nonce: bytes) -> bytes:
     """Derive a connection's own key, so that its messages are invalid on any other."""
-    return hmac.digest(key, said + answered, "sha256")
+    return hmac.digest(key, greeting + nonce, "sha256")
 
 
 @contextmanager

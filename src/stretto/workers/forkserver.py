@@ -209,7 +209,7 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
     gc.collect()
     gc.freeze()  # pages without collection stay shared with the children
     connection = Raw(descriptor)
-    ended: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     while True:
         try:
             request = connection.recv()
@@ -226,7 +226,7 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
                 os.close(received)
             connection.send(pid)
         else:
-            connection.send(_reaped(request, ended))
+            connection.send(_reaped(request, exit_codes))
 
 
 def _become(request: Request, connection: int, printed: int) -> NoReturn:
@@ -245,14 +245,14 @@ def _become(request: Request, connection: int, printed: int) -> NoReturn:
     Rank(request.spec, Raw(connection)).serve()
 
 
-def _reaped(pid: int, known: dict[int, int]) -> int | None:
+def _reaped(pid: int, exit_codes: dict[int, int]) -> int | None:
     """Return a child's exit code, or ``None`` while it lives. Answers repeated queries."""
-    if pid not in known:
+    if pid not in exit_codes:
         try:
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
             return UNKNOWN
-        if not ended:
+        if not ended_pid:
             return None
-        known[pid] = os.waitstatus_to_exitcode(status)
-    return known[pid]
+        exit_codes[pid] = os.waitstatus_to_exitcode(status)
+    return exit_codes[pid]

@@ -85,8 +85,8 @@ class ServiceGroup:
         answer = answers[0]
         if not isinstance(answer, Reply):
             return answer
-        own = [work for work in answer.work if not work.beside]
-        self._ahead_s = ahead(self._ahead_s, own, sent_s, came_s)
+        main_work = [work for work in answer.work if not work.beside]
+        self._ahead_s = ahead(self._ahead_s, main_work, sent_s, came_s)
         return answer.shifted(self._ahead_s)
 
     async def restart(self, seen: int) -> None:

@@ -151,21 +151,21 @@ def used_bytes(device: str) -> dict[str, int]:
     """
     import torch
 
-    used = {"": psutil.Process().memory_info().rss}
+    bytes_by_metric = {"": psutil.Process().memory_info().rss}
     if device.startswith("cuda") and torch.cuda.is_initialized():
-        used["allocated"] = torch.cuda.memory_allocated(device)
-        used["reserved"] = torch.cuda.memory_reserved(device)
-        used["peak"] = torch.cuda.max_memory_allocated(device)
-    return used
+        bytes_by_metric["allocated"] = torch.cuda.memory_allocated(device)
+        bytes_by_metric["reserved"] = torch.cuda.memory_reserved(device)
+        bytes_by_metric["peak"] = torch.cuda.max_memory_allocated(device)
+    return bytes_by_metric
 
 
 def stacks() -> str:
     """Return the stack of every other thread of this process, for people."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    own = threading.get_ident()
+    current_ident = threading.get_ident()
     parts = []
     for ident, frame in sys._current_frames().items():
-        if ident != own:
+        if ident != current_ident:
             lines = "".join(traceback.format_stack(frame)).rstrip()
             parts.append(f"thread '{names.get(ident, ident)}':\n{lines}")
     return "\n".join(parts)
@@ -280,31 +280,35 @@ def check(
     """
     names = list(ranks)
     for name in names[1:]:
-        for package, here in ranks[names[0]].versions.items():
-            there = ranks[name].versions.get(package, "")
+        for package, first_version in ranks[names[0]].versions.items():
+            other_version = ranks[name].versions.get(package, "")
             if name in apart or names[0] in apart:
-                here, there = _as_far_as_needed(package, here), _as_far_as_needed(package, there)
-            if here != there:
+                first_version, other_version = (
+                    _as_far_as_needed(package, first_version),
+                    _as_far_as_needed(package, other_version),
+                )
+            if first_version != other_version:
                 raise RankError(
                     f"all ranks need one version of {package}: '{names[0]}' on "
-                    f"{ranks[names[0]].node} has {here or 'none'}, '{name}' on {ranks[name].node} "
-                    f"has {there or 'none'}; install the same on both",
+                    f"{ranks[names[0]].node} has {first_version or 'none'}, '{name}' "
+                    f"on {ranks[name].node} has {other_version or 'none'}; install "
+                    "the same on both",
                     code="versions-differ",
                 )
-    for name, found in ranks.items():
-        if threads.get(name, found.threads) != found.threads:
+    for name, rank_facts in ranks.items():
+        if threads.get(name, rank_facts.threads) != rank_facts.threads:
             raise RankError(
-                f"'{name}' on {found.node} was to use {threads[name]} CPU threads and uses "
-                f"{found.threads}; see whether OMP_NUM_THREADS or the like limits them there",
+                f"'{name}' on {rank_facts.node} was to use {threads[name]} CPU threads and uses "
+                f"{rank_facts.threads}; see whether OMP_NUM_THREADS or the like limits them there",
                 code="threads-differ",
             )
     by_device: dict[str, str] = {}
-    for name, found in ranks.items():
-        other = by_device.setdefault(found.device_id, name) if found.device_id else name
+    for name, rank_facts in ranks.items():
+        other = by_device.setdefault(rank_facts.device_id, name) if rank_facts.device_id else name
         if other != name and devices.get(name, name) != devices.get(other, other):
             raise RankError(
-                f"'{name}' and '{other}' are both on the GPU {found.device_id} of {found.node}, "
-                "and are not placed together; see whether CUDA_VISIBLE_DEVICES is set for both, or "
-                "place them on one device",
+                f"'{name}' and '{other}' are both on the GPU {rank_facts.device_id} of "
+                f"{rank_facts.node}, and are not placed together; see whether "
+                "CUDA_VISIBLE_DEVICES is set for both, or place them on one device",
                 code="gpu-shared",
             )

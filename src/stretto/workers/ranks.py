@@ -104,7 +104,7 @@ class Ranks:
         self._tell: Callable[[RankError], None] = lambda _: None
         self._say = say
         self._connections: list[RankConnection] = []
-        made = step(Rank.make, make, arguments) if make else step(Rank.make_services, services)
+        make_step = step(Rank.make, make, arguments) if make else step(Rank.make_services, services)
         specs = [
             RankSpec(
                 index=rank,
@@ -129,7 +129,7 @@ class Ranks:
                 self.facts = self.run(JOIN, joining, timeout_s, SAY_EVERY_S)
                 check(self.facts)
                 limit_s = None if patient else timeout_s
-                self.run(MAKE, repeat(made), limit_s, SAY_EVERY_S)
+                self.run(MAKE, repeat(make_step), limit_s, SAY_EVERY_S)
             except BaseException:
                 self.close()
                 raise
@@ -162,12 +162,16 @@ class Ranks:
             try:
                 began_s = time.monotonic()
                 pairs = zip(self._connections, steps, strict=False)
-                asked = [connection.step(each) for connection, each in pairs]
-                self._wait(doing, asked, timeout_s, every_s, began_s)
+                futures = [connection.step(message) for connection, message in pairs]
+                self._wait(doing, futures, timeout_s, every_s, began_s)
             except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
                 self.close()
                 raise
-            return [each.result for each in map(Future.result, asked) if isinstance(each, Done)]
+            return [
+                message.result
+                for message in map(Future.result, futures)
+                if isinstance(message, Done)
+            ]
 
     def aside(
         self, rank: int, method: Method[*Ts, T], *args: *Ts, timeout_s: float = PATIENCE_S
@@ -197,11 +201,11 @@ class Ranks:
 
     def used_bytes(self) -> list[Mapping[str, int]]:
         """Return each rank's memory by metric, empty for a rank that does not answer."""
-        used: list[Mapping[str, int]] = [{}] * len(self._connections)
-        for rank in range(len(used)):
+        memory_by_rank: list[Mapping[str, int]] = [{}] * len(self._connections)
+        for rank in range(len(memory_by_rank)):
             with contextlib.suppress(RankError):
-                used[rank] = self.aside(rank, Rank.used_bytes)
-        return used
+                memory_by_rank[rank] = self.aside(rank, Rank.used_bytes)
+        return memory_by_rank
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
         """Report a death between two calls at once, on a thread. The next call raises it too."""
@@ -233,7 +237,7 @@ class Ranks:
     def _wait(
         self,
         doing: str,
-        asked: Sequence[Future[Done | Failed]],
+        futures: Sequence[Future[Done | Failed]],
         timeout_s: float | None,
         every_s: float,
         began_s: float,
@@ -245,7 +249,7 @@ class Ranks:
         end_s = began_s + limit_s
         if self._closed:
             raise _ended()
-        silent = {future: rank for rank, future in enumerate(asked)}
+        silent = {future: rank for rank, future in enumerate(futures)}
         raised: list[tuple[int, Failed]] = []
         say_s = began_s + min(every_s, limit_s / 2)  # time of the next report
         while silent:
@@ -254,8 +258,8 @@ class Ranks:
             done = wait(silent, left_s, FIRST_COMPLETED).done
             if not done and say_s < end_s:
                 late = ", ".join(map(self._name, sorted(silent.values())))
-                most = f"; it may {limit_s:.3g} s" if timeout_s is not None else ""
-                self._say(f"{late}: {doing} has taken {say_s - began_s:.3g} s{most}")
+                limit_note = f"; it may {limit_s:.3g} s" if timeout_s is not None else ""
+                self._say(f"{late}: {doing} has taken {say_s - began_s:.3g} s{limit_note}")
                 say_s += every_s
                 continue
             if not done:
@@ -306,8 +310,8 @@ class Ranks:
         return error
 
     def _error(self, rank: int, what: str, code: str) -> RankError:
-        ended = "" if self._role else ". All ranks have been ended"
-        message = f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}"
+        note = "" if self._role else ". All ranks have been ended"
+        message = f"{self._name(rank)} {what}{note}; mend the cause, and {self.remedy}"
         return RankError(message, rank, code)
 
     def _work(self, method: Callable[..., Any]) -> str:

@@ -80,8 +80,8 @@ class RayCluster:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bundles = tuple(bundles)
-        chosen = forwarded(os.environ, also)
-        self.environment, self.secrets = split(chosen)
+        variables = forwarded(os.environ, also)
+        self.environment, self.secrets = split(variables)
         self.say = say
         self._group: Any = None
         self._started = _connect(address, cpus, gpus, say)
@@ -89,18 +89,20 @@ class RayCluster:
             import ray
             from ray.util.placement_group import placement_group
 
-            wanted = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in self.bundles]
-            self._group = placement_group(wanted, strategy="PACK")
+            resources = [
+                {"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in self.bundles
+            ]
+            self._group = placement_group(resources, strategy="PACK")
             self._wait(timeout_s)
             nodes = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
             hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-            here = ray.get_runtime_context().get_node_id()
+            driver_node = ray.get_runtime_context().get_node_id()
             self._indices = by_node(
                 self.bundles, [(hosts[nodes[i]], nodes[i]) for i in sorted(nodes)]
             )
-            self.alone = set(nodes.values()) == {here}  # all places are on this machine
-            self.host = "127.0.0.1" if self.alone else hosts[here]
-            say(described(chosen))
+            self.alone = set(nodes.values()) == {driver_node}  # all places are on this machine
+            self.host = "127.0.0.1" if self.alone else hosts[driver_node]
+            say(described(variables))
         except BaseException:
             self.close()
             raise
@@ -160,10 +162,10 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
 def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
     """Select the variables to forward, by the usual patterns and ``also``."""
     also = tuple(also)
-    if asked := set(_PLACED).intersection(also):
+    if refused_names := set(_PLACED).intersection(also):
         raise ConfigError(
-            f"'{min(asked)}' cannot be forwarded: each rank gets the GPU of its place, and the "
-            "driver's would put all of them on one; leave it out",
+            f"'{min(refused_names)}' cannot be forwarded: each rank gets the GPU of its place, and "
+            "the driver's would put all of them on one; leave it out",
             "cannot-be-forwarded",
         )
     return {
@@ -175,11 +177,11 @@ def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[
 
 def described(variables: Mapping[str, str]) -> str:
     """Describe the forwarded variables in a line. Only usual names, never secrets, have values."""
-    shown = []
+    entries = []
     for name, value in variables.items():
         usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
-        shown.append(f"{name}={value}" if usual and not _is_secret(name, value) else name)
-    return f"environment of the ranks: {', '.join(shown) or 'nothing'}"
+        entries.append(f"{name}={value}" if usual and not _is_secret(name, value) else name)
+    return f"environment of the ranks: {', '.join(entries) or 'nothing'}"
 
 
 def split(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -194,14 +196,14 @@ def _is_secret(name: str, value: str) -> bool:
 
 def code_paths(paths: Sequence[str]) -> list[str]:
     """Return the entries of ``sys.path`` that hold modules which are not installed."""
-    own = dict[str, None]()
+    entries = dict[str, None]()
     for path in paths:
         absolute = Path(path).absolute()  # '' is the working directory
         installed = {"site-packages", "dist-packages"}.intersection(absolute.parts)
         library = absolute.is_relative_to(sysconfig.get_path("stdlib"))
         if not installed and not library and absolute.suffix != ".zip":
-            own[str(absolute)] = None
-    return list(own)
+            entries[str(absolute)] = None
+    return list(entries)
 
 
 def find(timeout_s: float = 20.0) -> Cluster | None:
@@ -211,10 +213,10 @@ def find(timeout_s: float = 20.0) -> Cluster | None:
         "from stretto.workers.ray_cluster import _describe; _describe()"
     )
     with contextlib.suppress(subprocess.SubprocessError, ValueError):
-        told = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, timeout=timeout_s, check=True
         )
-        return Cluster(*json.loads(told.stdout.splitlines()[-1]))
+        return Cluster(*json.loads(process.stdout.splitlines()[-1]))
     return None
 
 
@@ -375,30 +377,30 @@ class ActorProcesses:
 
         said_s = time.monotonic()
         until_s = said_s + timeout_s
-        came: dict[int, Raw] = {}
+        connections: dict[int, Raw] = {}
         try:
-            while len(came) < len(self._runs):
+            while len(connections) < len(self._runs):
                 if new := self._listener.next(0.2):
-                    came[new[0]] = new[1]
+                    connections[new[0]] = new[1]
                     with contextlib.suppress(OSError):  # it has ended already
                         new[1].send_bytes(self._secrets)
                     continue
                 if time.monotonic() - said_s >= _SAY_EVERY_S:
                     said_s = time.monotonic()
-                    here = f"{len(came)} of {len(self._runs)} processes"
-                    self._say(f"waiting for actors of Ray to start and connect: {here} have")
-                for ended in ray.wait(self._runs, timeout=0)[0]:
-                    raise NotConnectedError(self._runs.index(ended))
+                    progress = f"{len(connections)} of {len(self._runs)} processes"
+                    self._say(f"waiting for actors of Ray to start and connect: {progress} have")
+                for run in ray.wait(self._runs, timeout=0)[0]:
+                    raise NotConnectedError(self._runs.index(run))
                 if time.monotonic() >= until_s:
                     address = ":".join(map(str, self._listener.address))
                     raise NotConnectedError(
-                        min(set(range(len(self._runs))) - came.keys()),
+                        min(set(range(len(self._runs))) - connections.keys()),
                         f"did not start within {timeout_s:g} s: its place on the cluster is taken, "
                         f"or it cannot reach {address}",
                     )
         finally:
             self._listener.close()
-        return [came[rank] for rank in sorted(came)]
+        return [connections[rank] for rank in sorted(connections)]
 
     def kill(self) -> None:
         import ray
@@ -429,8 +431,8 @@ def explained(reason: BaseException) -> str:
     """Describe how an actor ended, by the error that Ray raised for it."""
     import ray
 
-    said = str(reason)
-    if isinstance(reason, ray.exceptions.OutOfMemoryError) or _NO_MEMORY in said:
+    text = str(reason)
+    if isinstance(reason, ray.exceptions.OutOfMemoryError) or _NO_MEMORY in text:
         return "was killed by Ray for want of memory on its node"
     if isinstance(reason, ray.exceptions.RuntimeEnvSetupError):
         return "could not be given its environment"
@@ -438,16 +440,16 @@ def explained(reason: BaseException) -> str:
         return "was lost with its node, or the connection to it,"
     if getattr(reason, "preempted", False):
         return "was ended with its node, which was taken away,"
-    if "ray.kill" in said:
+    if "ray.kill" in text:
         return "was killed through Ray"
-    if "its node has died" in said:
+    if "its node has died" in text:
         return "was lost with its node"
     if isinstance(reason, ray.exceptions.RayTaskError):
-        return f"failed: {said.strip().splitlines()[-1]}"
+        return f"failed: {text.strip().splitlines()[-1]}"
     return "ended unexpectedly (it crashed, or was killed by hand or for want of memory)"
 
 
 def _environment(forwarded: Mapping[str, str], threads: int) -> dict[str, str]:
-    given = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    thread_limit = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     paths = os.pathsep.join(code_paths(sys.path))
-    return {**given, **forwarded, **({"PYTHONPATH": paths} if paths else {})}
+    return {**thread_limit, **forwarded, **({"PYTHONPATH": paths} if paths else {})}

@@ -67,8 +67,8 @@ class Remote:
 
 
 def remote_of(method: Callable[..., Any]) -> Remote:
-    found: Remote = getattr(method, "remote", Remote())
-    return found
+    options: Remote = getattr(method, "remote", Remote())
+    return options
 
 
 @dataclass(slots=True)
@@ -150,8 +150,8 @@ class RankServices:
         self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
 
     def method(self, service: str, method: str) -> Callable[..., object]:
-        found: Callable[..., object] = getattr(self._services[service], method)
-        return found
+        call: Callable[..., object] = getattr(self._services[service], method)
+        return call
 
     def begin(self, name: str, method: str) -> Callable[..., object]:
         """Prepare for a call and return the method. Its tensors are loaded, unless it waits for
@@ -165,11 +165,11 @@ class RankServices:
         for other, offloaded in self._offloaded.items():
             if other != name:
                 offloaded.offload()
-        if own := self._offloaded.get(name):
-            own.load()
+        if tensors := self._offloaded.get(name):
+            tensors.load()
             if not remote.waits:
-                own.wait()
-            own.changed |= not remote.reads
+                tensors.wait()
+            tensors.changed |= not remote.reads
         coming = self._predictor.called((name, method))
         if coming in self._offloaded:
             self._offloaded[coming].load(early=True)
@@ -196,16 +196,16 @@ class RankServices:
         """Wait until the method has ended on all ranks. Compare results by a checksum."""
         failed = isinstance(result, StrettoError)
         value = result.value if alike and isinstance(result, Reply) else None
-        own = torch.tensor([failed, zlib.crc32(pickle.dumps(value))])
-        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        work = dist.all_gather(found, own, group=self._beside, async_op=True)
+        summary = torch.tensor([failed, zlib.crc32(pickle.dumps(value))])
+        summaries = [torch.empty_like(summary) for _ in range(dist.get_world_size())]
+        work = dist.all_gather(summaries, summary, group=self._beside, async_op=True)
         try:
             work.wait(*[timedelta(seconds=ALONE_S)] if failed else [])
         except RuntimeError:
             if isinstance(result, StrettoError):
                 raise result from None
             raise
-        gave_up, sums = torch.stack(found).T.tolist()
+        gave_up, sums = torch.stack(summaries).T.tolist()
         if not any(gave_up) and len(set(sums)) > 1:
             other = next(rank for rank, checksum in enumerate(sums) if checksum != sums[0])
             raise RankError(

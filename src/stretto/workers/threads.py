@@ -140,15 +140,15 @@ class CallerThread:
             _tell(turn, turn.set_result, None)
             over.wait()
 
-        held = asyncio.ensure_future(self._worker.run(hold))
+        hold_task = asyncio.ensure_future(self._worker.run(hold))
         try:
-            await asyncio.wait({turn, held}, return_when=asyncio.FIRST_COMPLETED)
-            if held.done():
-                await held  # raises what the worker failed with
+            await asyncio.wait({turn, hold_task}, return_when=asyncio.FIRST_COMPLETED)
+            if hold_task.done():
+                await hold_task  # raises what the worker failed with
             return await in_caller(call)
         finally:
             over.set()
-            held.cancel()
+            hold_task.cancel()
 
 
 def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any) -> None:
