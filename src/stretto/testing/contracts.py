@@ -94,10 +94,10 @@ def _engine(model: nn.Module, ends: Iterable[int] = (), **options: Any) -> Torch
     config = RolloutConfig(batch=6, max_new_tokens=24, prefill_tokens=64, **options)
     channel = SharedChannel()
     end_tokens = frozenset(ends)
-    given = EngineSettings(
+    settings = EngineSettings(
         rollout=config, seed=5, end_tokens=end_tokens, channel=channel, longest=64
     )
-    return TorchEngine(model, given)
+    return TorchEngine(model, settings)
 
 
 def _small(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -120,25 +120,27 @@ def _same_tokens(one: Sequence[Rollout], other: Sequence[Rollout], what: str) ->
 
 def _chunks(device: torch.device) -> str:
     model = _small(device)
-    whole = _made(_engine(model), 100)
+    expected = _made(_engine(model), 100)
     for size in (1, 3):
-        _same_tokens(_made(_engine(model), size), whole, f"chunks of {size}")
+        _same_tokens(_made(_engine(model), size), expected, f"chunks of {size}")
     return "chunks of 1, 3 and 100 tokens make the same responses"
 
 
 def _moves(device: torch.device) -> str:
     model = _small(device)
-    whole = _made(_engine(model))
+    expected = _made(_engine(model))
     for with_cache in (True, False):
         one, two = _engine(model), _engine(model)
-        moved = random_rollouts(8, _SMALL["vocab_size"], 40)
-        one.admit([r.response() for r in moved])
-        _take(one, moved, 4)
-        going = [r for r in moved if not r.finish]
+        rollouts = random_rollouts(8, _SMALL["vocab_size"], 40)
+        one.admit([r.response() for r in rollouts])
+        _take(one, rollouts, 4)
+        going = [r for r in rollouts if not r.finish]
         two.accept([r.response() for r in going], one.export([r.id for r in going], with_cache))
-        while not all(r.finish for r in moved):
-            _take(two, moved, 5)
-        _same_tokens(moved, whole, "moved " + ("with" if with_cache else "without") + " its cache")
+        while not all(r.finish for r in rollouts):
+            _take(two, rollouts, 5)
+        _same_tokens(
+            rollouts, expected, "moved " + ("with" if with_cache else "without") + " its cache"
+        )
     return "with its keys and values, and without, a rollout goes on as if it had stayed"
 
 
@@ -152,28 +154,28 @@ def _take(engine: TorchEngine, rollouts: Sequence[Rollout], tokens: int) -> list
 
 def _turns(device: torch.device) -> str:
     model = _small(device)
-    made = {how: _episodes(model, how) for how in get_args(Hold)}
-    _require(any(len(r.turns) > 1 for r in made["keep"]), "no turn has ended")
-    for how, others in made.items():
-        _same_tokens(others, made["keep"], f"after a wait by hold = '{how}'")
+    rollouts_by_hold = {how: _episodes(model, how) for how in get_args(Hold)}
+    _require(any(len(r.turns) > 1 for r in rollouts_by_hold["keep"]), "no turn has ended")
+    for how, rollouts in rollouts_by_hold.items():
+        _same_tokens(rollouts, rollouts_by_hold["keep"], f"after a wait by hold = '{how}'")
     return "kept on the device, on the host or made again, a rollout goes on the same after a turn"
 
 
 def _episodes(model: nn.Module, how: Hold) -> list[Rollout]:
     """Decode episodes, with an observation of two tokens after each turn."""
     engine = _engine(model, ends=range(0, _SMALL["vocab_size"], 8))
-    made = random_rollouts(8, _SMALL["vocab_size"], 40)
-    for r in made:
+    rollouts = random_rollouts(8, _SMALL["vocab_size"], 40)
+    for r in rollouts:
         r.sampling = Sampling(24, max_turn_tokens=12)
-    engine.admit([r.response() for r in made])
+    engine.admit([r.response() for r in rollouts])
     for _ in range(24):
-        for r in _take(engine, made, 5):
+        for r in _take(engine, rollouts, 5):
             engine.hold([r.id], how)
             if len(r) + 2 < r.most_tokens:
                 context = np.array([r.id, len(r)], np.int32)
                 r.append(r.observe(Observation(r.id, len(r.turns), context)))
                 engine.admit([r.response()])
-    return made
+    return rollouts
 
 
 def _graphs(device: torch.device) -> str:
@@ -194,11 +196,11 @@ def _graphs(device: torch.device) -> str:
 
 def _learner(device: torch.device) -> str:
     gaps = []
-    for dtype, most in ((torch.float32, EXACT), (torch.bfloat16, ROUNDED)):
+    for dtype, limit in ((torch.float32, EXACT), (torch.bfloat16, ROUNDED)):
         model = _small(device, dtype)
         gap = logprob_gap(model, _made(_engine(model)))
         name = str(dtype).removeprefix("torch.")
-        _require(gap <= most, f"engine and learner differ by {gap:.2g} nats in {name}")
+        _require(gap <= limit, f"engine and learner differ by {gap:.2g} nats in {name}")
         gaps.append(f"{gap:.1g} nats in {name}")
     return f"apart by {', '.join(gaps)} (root mean square)"
 
@@ -230,26 +232,32 @@ def _scorers(device: torch.device) -> str:
     model = _small(device)
     critic = critic_from_actor(model)
     nn.init.normal_(next(scalar_head(critic).parameters()), std=0.1)
-    made = _made(_engine(model))
+    rollouts = _made(_engine(model))
     gap = max(
-        _streamed_gap(lambda slots: reference_scorer(model, 1.0, 256, slots=slots), made),
-        _streamed_gap(lambda slots: critic_scorer(critic, 256, slots=slots), made),
+        _streamed_gap(lambda slots: reference_scorer(model, 1.0, 256, slots=slots), rollouts),
+        _streamed_gap(lambda slots: critic_scorer(critic, 256, slots=slots), rollouts),
     )
     _require(gap <= EXACT, f"scores of streamed and whole responses differ by {gap:.2g}")
     return f"streamed and whole scores differ by {gap:.1g} at most"
 
 
-def _streamed_gap(make: Callable[[int], ModelScorer], made: Sequence[Rollout]) -> float:
+def _streamed_gap(make: Callable[[int], ModelScorer], rollouts: Sequence[Rollout]) -> float:
     """Return the largest difference between scores of complete and of streamed responses."""
-    whole, streamed = scores_of(make(0), made), scores_of(make(len(made)), made, 5)
-    gaps = (np.abs(a.values - b.values).max() for a, b in zip(whole, streamed, strict=True))
+    complete_scores, streamed_scores = (
+        scores_of(make(0), rollouts),
+        scores_of(make(len(rollouts)), rollouts, 5),
+    )
+    gaps = (
+        np.abs(a.values - b.values).max()
+        for a, b in zip(complete_scores, streamed_scores, strict=True)
+    )
     return float(max(gaps))
 
 
 def scores_of(scorer: Any, rollouts: Sequence[Rollout], size: int = 0) -> list[Any]:
     """Score complete rollouts, told at once or in chunks of ``size`` tokens."""
-    told = [Rollout(r.id, r.prompt, r.group) for r in rollouts] if size else rollouts
-    scorer.admit([r.response(text=True) for r in told])
+    initial_rollouts = [Rollout(r.id, r.prompt, r.group) for r in rollouts] if size else rollouts
+    scorer.admit([r.response(text=True) for r in initial_rollouts])
     longest = max(map(len, rollouts)) if size else 0
     for start in range(0, longest, size or 1):
         growing = [r for r in rollouts if start <= max(0, len(r) - 1)]
