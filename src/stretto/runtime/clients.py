@@ -191,17 +191,21 @@ class KVRouter:
         """Let the taker ``name`` accept rollouts while the givers send their bundles."""
         # A giver sends in the order in which the taker asks, because its bundles share a channel.
         by_giver: dict[str, dict[int, list[Route]]] = {}
-        told = []
+        routed_transfers = []
         for transfer in transfers:
             if (ticket := transfer.cache) is not None:
                 bundles = by_giver.setdefault(ticket.giver, {})
                 if ticket.bundle not in bundles:
                     bundles[ticket.bundle] = self._routes(ticket.giver, name)
                 ticket = replace(ticket, route=bundles[ticket.bundle][1])
-            told.append(replace(transfer, cache=ticket))
+            routed_transfers.append(replace(transfer, cache=ticket))
         async with self._takers[name]:
-            shipping = [asyncio.to_thread(self._ship, name, *sent) for sent in by_giver.items()]
-            accepted = self._generators[name].call(GeneratorService.accept, responses, told)
+            shipping = [
+                asyncio.to_thread(self._ship, name, *shipment) for shipment in by_giver.items()
+            ]
+            accepted = self._generators[name].call(
+                GeneratorService.accept, responses, routed_transfers
+            )
             reply, _ = await asyncio.gather(accepted, asyncio.gather(*shipping))
         return reply
 

@@ -78,18 +78,18 @@ class KVStore:
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Replace tickets by their caches, or by None if a cache does not arrive."""
-        came: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-        found = []
+        tensors_by_bundle: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+        filled_transfers = []
         for transfer in transfers:
             cache, ticket = None, transfer.cache
             if ticket is not None:
                 bundle = ticket.giver, ticket.bundle
-                if bundle not in came:
-                    came[bundle] = self._fetched(ticket)
-                cache = _cache_of(transfer.rollout_id, came[bundle], ticket)
-            kept = transfer.cached_tokens if cache else 0
-            found.append(replace(transfer, cache=cache, cached_tokens=kept))
-        return found
+                if bundle not in tensors_by_bundle:
+                    tensors_by_bundle[bundle] = self._fetched(ticket)
+                cache = _cache_of(transfer.rollout_id, tensors_by_bundle[bundle], ticket)
+            cached_tokens = transfer.cached_tokens if cache else 0
+            filled_transfers.append(replace(transfer, cache=cache, cached_tokens=cached_tokens))
+        return filled_transfers
 
     def sample(self) -> tuple[int, BucketPlan]:
         sample = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)

@@ -164,8 +164,8 @@ class LearnerService(Service):
         self._learner.load_state_dict(state)
         refs = self.offered()
         for ref in kept:  # may include the newest version, if weights have changed since
-            stored = state[shard_files.PUBLISHED][ref.model, ref.version]
-            self._channel.put(ref, self._learner.trained[ref.model].from_pieces(stored))
+            pieces = state[shard_files.PUBLISHED][ref.model, ref.version]
+            self._channel.put(ref, self._learner.trained[ref.model].from_pieces(pieces))
         return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:
@@ -185,8 +185,8 @@ class LearnerService(Service):
 
     @Remote(reads=True, collective=True)
     def stage_model(self, use: str, ref: WeightsRef | None) -> Reply[None]:
-        kept = self._channel.kept(ref) if ref else None
-        self._models[use] = self._learner.trained["actor"].copied(kept)
+        weights = self._channel.kept(ref) if ref else None
+        self._models[use] = self._learner.trained["actor"].copied(weights)
         return Reply(None)
 
     def save_staged(self, use: str, folder: Path) -> None:
@@ -201,15 +201,15 @@ class LearnerService(Service):
         except StateError as raised:
             error = raised
         # If one rank fails all must raise, otherwise the rest would wait for it.
-        if found := next(filter(None, self._of_all(error)), None):
-            raise found
+        if failure := next(filter(None, self._of_all(error)), None):
+            raise failure
         return state
 
     def _of_all(self, value: T) -> list[T]:
-        found: list[Any] = [value] * self._ranks
+        values: list[Any] = [value] * self._ranks
         if self._ranks > 1:
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(values, value)
+        return values
 
 
 def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
@@ -237,7 +237,7 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     frozen = frozen_mark(models.actor)
     keep = 1 if setup.shares_weights else config.schedule.knobs.lag + 2
     sender = setup.shared[SENDER] = WeightSender(device, config.cluster.bucket_mb << 20, keep)
-    made, _ = factory.make_learner(
+    learner_role, _ = factory.make_learner(
         models.actor,
         models.critic,
         stack,
@@ -249,13 +249,15 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     )
     if ranks == 1 and config.model.lora_rank and not config.pipeline.ranks:
         setup.shared[ADAPTED] = models.actor
-    for name, model in made.trained.items():
+    for name, model in learner_role.trained.items():
         if isinstance(model, ShardedModel):
             sender.divide(name, model.trained_wholes, learner_layout(config.cluster))
-    ready = Ready({}, frozen, notes, made.trained["actor"].dtype)
+    ready = Ready({}, frozen, notes, learner_role.trained["actor"].dtype)
     rank = dist.get_rank()
-    service = LearnerService(made, sender, prompts, ready, probe, rank, ranks, setup.give_back)
-    service.offloaded = _offloaded(made, setup)
+    service = LearnerService(
+        learner_role, sender, prompts, ready, probe, rank, ranks, setup.give_back
+    )
+    service.offloaded = _offloaded(learner_role, setup)
     service._ready = replace(ready, refs=service.offered())
     del models, rewards  # frees models that are no longer needed, for example the reference
     setup.give_back()
@@ -268,9 +270,11 @@ def _grow_segments(setup: RoleSetup) -> None:
     Skipped if other processes share the GPUs: they read the buckets of weights in place (CUDA IPC),
     which for expandable segments needs the right to trace this process. A user's setting wins.
     """
-    named = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    has_user_setting = any(
+        name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    )
     on_gpu = pick_device(setup.config.model.device).type == "cuda"
-    if on_gpu and not setup.shares_gpus and not named:
+    if on_gpu and not setup.shares_gpus and not has_user_setting:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

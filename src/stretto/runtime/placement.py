@@ -89,13 +89,13 @@ def places(
     models = model_scorers(config.algorithm, config.reward, brought)
     knobs, engines = config.schedule.knobs, config.rollout.engines
     if not config.runtime_kind.has_processes:
-        own = (LEARNER, *generator_names(engines), *models)
-        seats = tuple(RolePlacement(role, role if role in models else "") for role in own)
-        here = _device("", 0, 0, min(gpus, 1))
-        return [ProcessPlacement("stretto", seats, config.threads, (here,))]
+        role_names = (LEARNER, *generator_names(engines), *models)
+        seats = tuple(RolePlacement(role, role if role in models else "") for role in role_names)
+        only_device = _device("", 0, 0, min(gpus, 1))
+        return [ProcessPlacement("stretto", seats, config.threads, (only_device,))]
     hosted = knobs.hosts_scorers(engines)
     shares = share_cores(config.schedule, engines, cores) if knobs.overlaps(engines) else None
-    found: list[ProcessPlacement] = []
+    placements: list[ProcessPlacement] = []
     for process in _processes(config.cluster, engines, models, hosted=hosted):
         roles = _roles(process, engines, models)
         ranks, threads = process.ranks, process.threads
@@ -104,23 +104,23 @@ def places(
         if not threads and ranks > 1:
             threads = config.threads or cores
         assigned = process.device == "cuda" and config.runtime_kind.assigns_gpus
-        given = "" if assigned else process.device
-        first = sum(device != "cpu" for other in found for device in other.devices)
-        found.append(
+        device_name = "" if assigned else process.device
+        first = sum(device != "cpu" for other in placements for device in other.devices)
+        placements.append(
             ProcessPlacement(
                 "+".join(placed.role.replace("/", "_") for placed in roles),
                 roles,
                 max(threads // ranks, 1) if threads else config.threads,
-                tuple(_device(given, rank, first + rank, gpus) for rank in range(ranks)),
+                tuple(_device(device_name, rank, first + rank, gpus) for rank in range(ranks)),
                 process.offload,
                 process.python,
                 process.tp,
             )
         )
-    _check_devices(found, gpus)
+    _check_devices(placements, gpus)
     if knobs.migrates(engines):
-        _check_generators(engines, found)
-    return found
+        _check_generators(engines, placements)
+    return placements
 
 
 def _processes(
@@ -129,13 +129,13 @@ def _processes(
     rule = cluster.scorers
     if rule == "auto":
         rule = "generators" if hosted else "apart"
-    others = (LEARNER, *generator_names(engines))
-    listed = [role for process in cluster.processes for role in process.roles]
-    _check_listed(listed, others, models)
-    named = {_scorer_of(role, models) or role for role in listed}
-    free = [name for name in models if name not in named]
+    fixed_roles = (LEARNER, *generator_names(engines))
+    roles = [role for process in cluster.processes for role in process.roles]
+    _check_listed(roles, fixed_roles, models)
+    placed_roles = {_scorer_of(role, models) or role for role in roles}
+    free = [name for name in models if name not in placed_roles]
     processes = list(cluster.processes)
-    processes += [ProcessConfig(roles=(role,)) for role in others if role not in named]
+    processes += [ProcessConfig(roles=(role,)) for role in fixed_roles if role not in placed_roles]
     if rule == "apart":
         processes += [ProcessConfig(roles=(name,)) for name in free]
     if rule == "together" and free:
@@ -178,27 +178,27 @@ def _threads(roles: Sequence[RolePlacement], shares: CoreShares) -> int:
     return max(shares.training if r.role == LEARNER else shares.scoring for r in roles)
 
 
-def _device(given: str, rank: int, i: int, gpus: int) -> str:
-    if given.startswith("cuda"):
-        return f"cuda:{int(given[5:] or 0) + rank}"
-    return given or (f"cuda:{i % gpus}" if gpus else "cpu")
+def _device(device: str, rank: int, i: int, gpus: int) -> str:
+    if device.startswith("cuda"):
+        return f"cuda:{int(device[5:] or 0) + rank}"
+    return device or (f"cuda:{i % gpus}" if gpus else "cpu")
 
 
-def _check_listed(listed: Sequence[str], others: Sequence[str], models: Sequence[str]) -> None:
+def _check_listed(roles: Sequence[str], fixed_roles: Sequence[str], models: Sequence[str]) -> None:
     copies: dict[str, list[str]] = {}
-    for role in listed:
+    for role in roles:
         if scorer := _scorer_of(role, models):
             copies.setdefault(scorer, []).append(role)
-        elif role not in others:
+        elif role not in fixed_roles:
             raise ConfigError(
                 f"cluster.processes names the role '{role}', which this run has not. "
-                f"{nearest(role, [*others, *models])}",
+                f"{nearest(role, [*fixed_roles, *models])}",
                 "unknown-role",
             )
-    for scorer, found in copies.items():
-        if found != [scorer] and sorted(found) != [f"{scorer} {i}" for i in range(len(found))]:
+    for scorer, names in copies.items():
+        if names != [scorer] and sorted(names) != [f"{scorer} {i}" for i in range(len(names))]:
             raise ConfigError(
-                f"cluster.processes places {', '.join(sorted(found))}: name one '{scorer}', or "
+                f"cluster.processes places {', '.join(sorted(names))}: name one '{scorer}', or "
                 f"copies from '{scorer} 0' on, each once",
                 "copies-not-numbered",
             )
@@ -227,9 +227,9 @@ def remarks(
                 f"'{process.name}' take turns many times a step, and each waits for its weights; "
                 "set schedule.score_on = 'batch'"
             )
-    used = {device for process in found for device in process.devices if device != "cpu"}
-    if 0 < len(used) < gpus:
-        notes.append(f"{gpus - len(used)} of {gpus} GPUs have no role")
+    gpus_in_use = {device for process in found for device in process.devices if device != "cpu"}
+    if 0 < len(gpus_in_use) < gpus:
+        notes.append(f"{gpus - len(gpus_in_use)} of {gpus} GPUs have no role")
     return notes
 
 
@@ -265,22 +265,22 @@ def _ranks(process: ProcessPlacement) -> list[str]:
     return [f"{roles}, rank {i}" for i in range(ranks)] if ranks > 1 else [roles]
 
 
-def _check_generators(engines: int, found: Sequence[ProcessPlacement]) -> None:
+def _check_generators(engines: int, placements: Sequence[ProcessPlacement]) -> None:
     """Refuse generators with different tp, because rollouts move between them with KV caches."""
     names = generator_names(engines)
-    cuts = {r.role: len(p.devices) for p in found for r in p.roles if r.role in names}
+    cuts = {r.role: len(p.devices) for p in placements for r in p.roles if r.role in names}
     if len(set(cuts.values())) > 1:
-        shown = ", ".join(f"{name}: {cuts[name]}" for name in names)
+        slices = ", ".join(f"{name}: {cuts[name]}" for name in names)
         raise ConfigError(
-            f"cluster.processes cuts generators into different numbers of slices ({shown}), and "
+            f"cluster.processes cuts generators into different numbers of slices ({slices}), and "
             "rollouts move between them with their keys and values; give all the same tp, or set "
             "schedule.migrate = 'off'",
             "generators-cut-differently",
         )
 
 
-def _check_devices(found: Sequence[ProcessPlacement], gpus: int) -> None:
-    for process in found:
+def _check_devices(placements: Sequence[ProcessPlacement], gpus: int) -> None:
+    for process in placements:
         if process.device != "cpu" and len(set(process.devices)) < len(process.devices):
             raise ConfigError(
                 f"'{process.name}' has {len(process.devices)} ranks, and there are {gpus} GPUs; "

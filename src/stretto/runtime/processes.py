@@ -66,8 +66,8 @@ class ProcessWorkers:
     ) -> None:
         lora, stages = config.model.lora_rank > 0, config.pipeline.ranks
         _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
-        here = outside.absolute(config.algorithm.name)  # Ray's processes have other folders
-        self._config = config.changed_in("algorithm", name=here)
+        algorithm = outside.absolute(config.algorithm.name)  # Ray's processes have other folders
+        self._config = config.changed_in("algorithm", name=algorithm)
         self._stack = stack
         self._say = say
         self._first = first
@@ -130,8 +130,10 @@ class ProcessWorkers:
     @property
     def scorers(self) -> list[RolePlacement]:
         """Model scorers in the schedule's order."""
-        found = [placed for process in self._processes for placed in process.roles if placed.scorer]
-        return sorted(found, key=lambda placed: placed.host or 0)
+        placements = [
+            placed for process in self._processes for placed in process.roles if placed.scorer
+        ]
+        return sorted(placements, key=lambda placed: placed.host or 0)
 
     @property
     def devices(self) -> dict[str, str]:
@@ -188,8 +190,8 @@ class ProcessWorkers:
         """
         if not process.takes_share(self._config.rollout):
             return []
-        others = [p for p in self._processes if set(p.devices) & set(process.devices)]
-        return [opening[other.name] for other in others if other.name in opening]
+        gpu_sharers = [p for p in self._processes if set(p.devices) & set(process.devices)]
+        return [opening[other.name] for other in gpu_sharers if other.name in opening]
 
     def _begun(self, ranks: Ranks) -> None:
         with self._looking:
@@ -226,7 +228,7 @@ class ProcessWorkers:
             shares_gpus=self._shares_gpus(process),
         )
         makes = {placed.role: self._make(placed, setup) for placed in process.roles}
-        names, several = _rank_names(process), len(process.devices) > 1
+        names, is_group = _rank_names(process), len(process.devices) > 1
 
         def compare(facts: Sequence[Facts]) -> None:
             with self._looking:
@@ -239,7 +241,7 @@ class ProcessWorkers:
                 services=makes,
                 launch=partial(self._launcher.launch, process),
                 devices=setup.devices,
-                backend="cpu:gloo,cuda:nccl" if several and process.device != "cpu" else "gloo",
+                backend="cpu:gloo,cuda:nccl" if is_group and process.device != "cpu" else "gloo",
                 threads=process.threads,
                 interface=self._launcher.interface,
                 role=process.name,
@@ -259,8 +261,8 @@ class ProcessWorkers:
             ) from error
 
     def _shares_gpus(self, process: ProcessPlacement) -> bool:
-        here = set(process.devices) - {"cpu"}
-        return any(here & set(other.devices) for other in self._processes if other is not process)
+        gpus = set(process.devices) - {"cpu"}
+        return any(gpus & set(other.devices) for other in self._processes if other is not process)
 
     def _make(
         self, placed: RolePlacement, setup: RoleSetup
@@ -281,13 +283,13 @@ class ProcessWorkers:
     def _compare(self) -> None:
         threads = dict[str, int]()
         devices = dict[str, str]()
-        apart = set[str]()
+        custom_python_names = set[str]()
         for process in self._processes:
             names = _rank_names(process)
             devices |= zip(names, process.devices, strict=True)
             threads |= dict.fromkeys(names if process.threads else (), process.threads)
-            apart.update(names if process.python else ())
-        check(self._facts, threads, devices, apart)
+            custom_python_names.update(names if process.python else ())
+        check(self._facts, threads, devices, custom_python_names)
 
 
 class Launcher:
@@ -350,12 +352,12 @@ class RayLauncher(Launcher):
                 cpus, gpus = bundles[place] if place < len(bundles) else (0.0, 0.0)
                 more = float(device != "cpu" and not (shares and gpus))
                 bundles[place : place + 1] = [Bundle(cpus + max(process.threads, 1), gpus + more)]
-        here = not self._config.address
+        starts_cluster = not self._config.address
         self._cluster = cluster = RayCluster(
             bundles,
             address=self._config.address,
-            cpus=math.ceil(sum(b.cpus for b in bundles)) if here else None,
-            gpus=self.gpus if here else None,
+            cpus=math.ceil(sum(b.cpus for b in bundles)) if starts_cluster else None,
+            gpus=self.gpus if starts_cluster else None,
             timeout_s=self._config.start_timeout_s,
             also=self._config.forward,
             say=self._say,
@@ -382,8 +384,8 @@ class RayLauncher(Launcher):
             return super()._count_gpus(device)
         from stretto.workers.ray_cluster import find
 
-        found = find()
-        return int(found.gpus) if found else 0
+        cluster = find()
+        return int(cluster.gpus) if cluster else 0
 
 
 LAUNCHERS: Mapping[str, type[Launcher]] = {"local": Launcher, "ray": RayLauncher}
@@ -417,16 +419,16 @@ class MemoryWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _used(self) -> Mapping[str, float]:
-        used = {group.name: group.ranks.used_bytes() for group in self._groups}
+        memory_by_process = {group.name: group.ranks.used_bytes() for group in self._groups}
         if self._here:
-            used["stretto"] = [used_bytes(self._here)]
-        found = dict[str, float]()
-        for process, ranks in used.items():
-            found[f"memory/{process}_gb"] = sum(rank.get("", 0) for rank in ranks) / 1e9
+            memory_by_process["stretto"] = [used_bytes(self._here)]
+        metrics = dict[str, float]()
+        for process, ranks in memory_by_process.items():
+            metrics[f"memory/{process}_gb"] = sum(rank.get("", 0) for rank in ranks) / 1e9
             for kind in ("allocated", "reserved", "peak"):  # of the rank whose GPU is fullest
                 size = max((rank.get(kind, 0) for rank in ranks), default=0)
-                found[f"memory/{process}/{kind}_gb"] = size / 1e9
-        return {name: size for name, size in found.items() if size}
+                metrics[f"memory/{process}/{kind}_gb"] = size / 1e9
+        return {name: size for name, size in metrics.items() if size}
 
 
 def _check(
@@ -456,8 +458,8 @@ def _check(
 
 
 def _rank_names(process: ProcessPlacement) -> list[str]:
-    name, others = process.name, range(1, len(process.devices))
-    return [name, *(f"{name}, rank {i}" for i in others)]
+    name, other_ranks = process.name, range(1, len(process.devices))
+    return [name, *(f"{name}, rank {i}" for i in other_ranks)]
 
 
 def _needed(placed: RolePlacement, overrides: Overrides) -> Overrides:

@@ -133,8 +133,8 @@ class Run:
     @property
     def _kept(self) -> Sequence[WeightsRef]:
         """Tickets of weights in use or pending, which may be older than the learner's."""
-        held, pending = self.schedule.fleet.held, self.schedule.pending
-        return [*held.values(), *pending.values()] if self.lags else []
+        current, pending = self.schedule.fleet.held, self.schedule.pending
+        return [*current.values(), *pending.values()] if self.lags else []
 
     def _aside(self, method: Method[*Ts, T], *args: *Ts) -> list[T]:
         return self.learner.aside_on_all(method, *args, timeout_s=SAVE_S)
@@ -151,11 +151,11 @@ class Run:
         """Write the trained model atomically."""
         # On the side, because the learner may be in the middle of an aborted step.
         self._aside(LearnerService.save, folder.absolute())
-        brought = {"actor": self.overrides.actor, "critic": self.overrides.critic}
-        own = {name: model for name, model in brought.items() if model is not None}
-        if own and self.workers.groups:  # as if trained in place
+        caller_models = {"actor": self.overrides.actor, "critic": self.overrides.critic}
+        models = {name: model for name, model in caller_models.items() if model is not None}
+        if models and self.workers.groups:  # as if trained in place
             trained = self._aside(LearnerService.trained)[0].value
-            for name, model in own.items():
+            for name, model in models.items():
                 copy_into(model, trained[name])
 
     async def stage_model(self, use: str, *, held: bool = True) -> None:
@@ -176,14 +176,14 @@ class Run:
         self.sync.close()
         aside = self.learner.aside_on_all
         try:
-            whole = all(aside(LearnerService.end_updates, timeout_s=PATIENCE_S))
-            if not (whole and state):
-                return Halted(whole)
+            intact = all(aside(LearnerService.end_updates, timeout_s=PATIENCE_S))
+            if not (intact and state):
+                return Halted(intact)
             try:
                 sizes = aside(LearnerService.stage_live, state.kept, timeout_s=PATIENCE_S)
             except StrettoError as error:  # for example because a rank is gone
-                return Halted(whole, lost=first_line(error))
-            return Halted(whole, self._staged(state, sum(sizes), live=True))
+                return Halted(intact, lost=first_line(error))
+            return Halted(intact, self._staged(state, sum(sizes), live=True))
         except RankError:
             return Halted(whole=False)
         finally:
@@ -233,8 +233,8 @@ def start(
     generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
     replicas = [_function(f, workers, config, say, spans) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
-        own = _function(verifier, workers, config, say, spans)
-        replicas.append(replace(own, held_out=True))
+        replica = _function(verifier, workers, config, say, spans)
+        replicas.append(replace(replica, held_out=True))
         functions = [*functions, verifier]
     for placed in workers.scorers:
         replicas.append(_replica(placed, workers, sync, overrides, say, spans))
@@ -242,9 +242,9 @@ def start(
     if workers.groups:
         with working(say, "syncing the first weights"):
             sync.load_all(workers.ready.refs)
-    here = "" if workers.groups else str(pick_device(config.model.device))
-    if here != "cpu":
-        memory = MemoryWatch(workers.groups, RealClock(), here)
+    device = "" if workers.groups else str(pick_device(config.model.device))
+    if device != "cpu":
+        memory = MemoryWatch(workers.groups, RealClock(), device)
         stack.callback(memory.close)
     schedule = Schedule(
         prompts.next,

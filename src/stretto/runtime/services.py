@@ -81,9 +81,9 @@ class FollowerService(Service):
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
         """Prepare to receive by a plan and the first rank's route. On the side, on all ranks."""
         assert isinstance(self.receiver, WeightReceiver)
-        here = dist.get_rank()
-        beside = route.beside[here : here + 1]
-        self.receiver.expect(ref, mark, replace(route, rank=route.rank + here, beside=beside))
+        rank = dist.get_rank()
+        sender_ranks = route.beside[rank : rank + 1]
+        self.receiver.expect(ref, mark, replace(route, rank=route.rank + rank, beside=sender_ranks))
 
     def abort(self) -> None:
         if isinstance(self.receiver, WeightReceiver):
@@ -305,8 +305,8 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
         overridden=overrides.actor is not None,
         threads=setup.threads,
     )
-    here = pick_device(config.model.device)
-    device = here if own_weights else next(model.parameters()).device
+    default_device = pick_device(config.model.device)
+    device = default_device if own_weights else next(model.parameters()).device
     return GeneratorService(engine, receiver, KVStore(name, device, dist.get_rank()), probe)
 
 
@@ -324,13 +324,13 @@ def reference(setup: RoleSetup) -> ScorerService:
     else:
         model, _ = loaded_actor(setup)
     # Adapters start at random, so with them only the frozen weights are compared.
-    whole = all(p.requires_grad for p in model.parameters())
-    marks = frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
-    own = model is not adapted
+    all_trainable = all(p.requires_grad for p in model.parameters())
+    marks = frozen_mark(model), fingerprint(model.named_parameters()) if all_trainable else ""
+    owns_model = model is not adapted
     if overrides.reference is None and starts_adapted(config.model, overrides.actor):
         model = starting_policy(model)
     (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
-    offloaded = setup.offloaded("reference", scorer.model.parameters) if own else None
+    offloaded = setup.offloaded("reference", scorer.model.parameters) if owns_model else None
     return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
 
 
@@ -352,10 +352,10 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     config = setup.config
     overrides = setup.overrides
     notes = list[str]()
-    here = setup.for_loading()
+    loading_setup = setup.for_loading()
     tokenizer = open_prompts(config, overrides, silent).tokenizer
-    model = (config if source in overrides.reward_models else here.config).model
-    loaded = load_reward(reward_source(source), model, here.overrides, notes.append)
+    model = (config if source in overrides.reward_models else loading_setup.config).model
+    loaded = load_reward(reward_source(source), model, loading_setup.overrides, notes.append)
     assert loaded is not None
     cut(loaded[0], setup)
     factory = RoleFactory(config, notes.append)
@@ -380,25 +380,33 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Shard a model in place if there are several ranks, and make the receiver of its weights."""
-    theirs, here = learner_layout(setup.config.cluster), ShardLayout(tp=dist.get_world_size())
-    wholes = _trained_wholes(model, max(theirs.tp, here.tp))
+    sender_layout, local_layout = (
+        learner_layout(setup.config.cluster),
+        ShardLayout(tp=dist.get_world_size()),
+    )
+    wholes = _trained_wholes(model, max(sender_layout.tp, local_layout.tp))
     cut(model, setup)
     device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
     if SENDER in setup.shared:
-        return Resharding(setup.shared[SENDER], wholes, theirs, here, bucket_bytes, device)
-    own = {n: here.bounds(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
+        return Resharding(
+            setup.shared[SENDER], wholes, sender_layout, local_layout, bucket_bytes, device
+        )
+    bounds = {
+        n: local_layout.bounds(replace(w, by_rows=False), dist.get_rank())
+        for n, w in wholes.items()
+    }
     return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in wholes},
         device,
         bucket_bytes,
-        [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
-        own,
+        [sender_layout.own(wholes, rank) for rank in range(sender_layout.ranks)],
+        bounds,
     )
 
 
 def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:
     trained, wholes = trained_names(model), full_parameters(model, plan_cuts(model, tp).dims)
-    return {name: whole for name, whole in wholes.items() if name in trained}
+    return {name: parameter for name, parameter in wholes.items() if name in trained}
 
 
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:

@@ -73,10 +73,10 @@ def claim_of(state: Any) -> Claim:
 
 def fit(claims: Sequence[Claim]) -> bool:
     """Return whether copies take at most :data:`ROOM` of the free memory of each machine."""
-    taken = dict.fromkeys((c.machine for c in claims), 0)
+    bytes_by_machine = dict.fromkeys((c.machine for c in claims), 0)
     for claim in claims:
-        taken[claim.machine] += claim.size
-    return all(taken[c.machine] <= ROOM * c.free for c in claims)
+        bytes_by_machine[claim.machine] += claim.size
+    return all(bytes_by_machine[c.machine] <= ROOM * c.free for c in claims)
 
 
 def size_of(state: Any) -> int:

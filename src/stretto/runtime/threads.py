@@ -62,14 +62,14 @@ class ThreadWorkers:
         rewards = factory.reward_models(prompts.tokenizer, overrides)
         models = trained_models(config, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
-        own: Callable[[nn.Module], nn.Module] = (
+        separate_weights: Callable[[nn.Module], nn.Module] = (
             with_own_weights if knobs.copies_weights else lambda model: model
         )
         channel = SharedChannel()
         self.channel = channel.name if knobs.copies_weights else ""
         self._early = knobs.scores_early
         self._threads = self._open_threads()
-        generating = own(actor)
+        generating = separate_weights(actor)
         with working(say, "starting the engines"):
             rows = config.most_in_flight
             for i, name in enumerate(generator_names(engines)):
@@ -81,9 +81,9 @@ class ThreadWorkers:
         self.scorers: list[RolePlacement] = []
         for i, replica in enumerate(rewards):
             host = i if knobs.hosts_scorers(engines) else None
-            values = own(critic) if critic else None
-            made = factory.model_scorers(models.reference, values, channel)
-            for scorer in (*replica, *made):
+            values = separate_weights(critic) if critic else None
+            model_scorers = factory.model_scorers(models.reference, values, channel)
+            for scorer in (*replica, *model_scorers):
                 role = scorer.info.name if host is None else f"{scorer.info.name} {i}"
                 self.scorers.append(RolePlacement(role, scorer.info.name, host))
                 thread = self._threads["scorers" if host is None else generator_names(engines)[i]]
@@ -148,9 +148,9 @@ class ThreadWorkers:
         }
         # Without lag, decoding waits for all scores, so late scoring may use every core.
         busy = knobs.trains_beside or config.schedule.threads
-        beside, alone = list(threads.values()), 0 if busy else self._cores
+        decoding_threads, solo_threads = list(threads.values()), 0 if busy else self._cores
         threads["scorers"] = self._thread(
-            "scorers", scoring, beside=beside, alone=alone, stream=stream()
+            "scorers", scoring, beside=decoding_threads, alone=solo_threads, stream=stream()
         )
         return {**threads, LEARNER: self._thread("learner", training, stream=stream())}
 

@@ -76,9 +76,9 @@ def transfer_steps(
                 outcomes |= dict.fromkeys(waiting, broken)
                 break
         else:
-            sent, came = yield Action.SEND, tuple(waiting)
-            for name, outcome in came.items():
-                outcomes[name] = proved(name, outcome, ref, offers[0], sent, tolerance)
+            mark, answers = yield Action.SEND, tuple(waiting)
+            for name, outcome in answers.items():
+                outcomes[name] = proved(name, outcome, ref, offers[0], mark, tolerance)
         waiting = [name for name in waiting if isinstance(outcomes[name], TransferError)]
         for name in tuple(waiting):
             if (hangs := (yield Action.ABORT, (name,))) is not None:
@@ -279,26 +279,28 @@ class WeightSync:
         steps = transfer_steps(ref, names, self._tolerance.limit)
         while True:
             try:
-                action, asked = steps.send(answer)
+                action, targets = steps.send(answer)
             except StopIteration as end:
                 outcomes: dict[str, Outcome] = end.value
                 break
             match action:
                 case Action.OFFER:
                     answer = offers = self._offers(ref)
-                    here = {n: w for n, w in self._wires(ref.model).items() if n in asked}
-                    wires |= here
-                    routes, tries = self._routes(ref, offers[0].size, here), tries + 1
+                    current_wires = {
+                        n: w for n, w in self._wires(ref.model).items() if n in targets
+                    }
+                    wires |= current_wires
+                    routes, tries = self._routes(ref, offers[0].size, current_wires), tries + 1
                 case Action.ANNOUNCE:
-                    route = routes.taking[asked[0]]
+                    route = routes.taking[targets[0]]
                     answer = self._aside(
-                        asked[0], FollowerService.expect, ref, offers[0].mark, route
+                        targets[0], FollowerService.expect, ref, offers[0].mark, route
                     )
                 case Action.SEND:
-                    answer = self._send(ref, routes, asked)
+                    answer = self._send(ref, routes, targets)
                 case Action.ABORT:  # its group is broken, so the next transfer needs a new one
-                    self._groups.pop((ref.model, wires[asked[0]]), None)
-                    answer = self._aside(asked[0], FollowerService.abort)
+                    self._groups.pop((ref.model, wires[targets[0]]), None)
+                    answer = self._aside(targets[0], FollowerService.abort)
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self._groups.pop((ref.model, wires[name]), None)
@@ -326,16 +328,20 @@ class WeightSync:
         self, ref: WeightsRef, routes: Routes, names: Sequence[str]
     ) -> tuple[str, dict[str, Outcome]]:
         """Send and load concurrently. Return the mark and each follower's outcome."""
-        patience_s = max(each[0].timeout_s for each in routes.sending.values())
+        patience_s = max(rank_routes[0].timeout_s for rank_routes in routes.sending.values())
         limit_s = patience_s + self._control_s
         pool = ThreadPoolExecutor(len(names) + len(routes.sending))
 
-        def send(each: Sequence[Route]) -> tuple[str, float]:
+        def send(rank_routes: Sequence[Route]) -> tuple[str, float]:
             start_s = time.perf_counter()
-            marks = self._learner.aside_on_all(LearnerService.send, ref, each, timeout_s=limit_s)
+            marks = self._learner.aside_on_all(
+                LearnerService.send, ref, rank_routes, timeout_s=limit_s
+            )
             return " ".join(marks), time.perf_counter() - start_s
 
-        sending = {wire: pool.submit(send, each) for wire, each in routes.sending.items()}
+        sending = {
+            wire: pool.submit(send, rank_routes) for wire, rank_routes in routes.sending.items()
+        }
         loading = {n: pool.submit(self._followers[n].ask, FollowerService.load, ref) for n in names}
         if late := wait(loading.values(), timeout=patience_s / 2).not_done:
             behind = ", ".join(name for name, future in loading.items() if future in late)
@@ -383,7 +389,7 @@ class WeightSync:
                 epoch = self._epoch
                 self._groups[ref.model, wire] = epoch, members
             ranks = [len(self._followers[name].facts) for name in group]
-            ways = self._meeting.routes(
+            rank_routes = self._meeting.routes(
                 f"weights/{ref.model}/{wire}",
                 epoch,
                 len(sources) + sum(ranks),
@@ -394,12 +400,14 @@ class WeightSync:
             first, read = len(sources), list[int]()
             gpus = [place.device_id for place in sources]
             for name, count in zip(group, ranks, strict=True):
-                there = [place.device_id for place in self._followers[name].facts]
-                beside = tuple(gpus.index(gpu) for gpu in there) if wire == "ipc" else ()
-                routes.taking[name] = replace(ways[first], beside=beside)
+                follower_gpus = [place.device_id for place in self._followers[name].facts]
+                learner_ranks = (
+                    tuple(gpus.index(gpu) for gpu in follower_gpus) if wire == "ipc" else ()
+                )
+                routes.taking[name] = replace(rank_routes[first], beside=learner_ranks)
                 first += count
-                read += beside
-            sending = [replace(way, beside=tuple(read)) for way in ways[: len(sources)]]
+                read += learner_ranks
+            sending = [replace(route, beside=tuple(read)) for route in rank_routes[: len(sources)]]
             routes.sending[wire] = sending
         return routes
 
@@ -411,18 +419,18 @@ class WeightSync:
             for name, follows in self._models.items()
             if follows == model and not self._is_here(name)
         }
-        chosen = choose_wires(sources, followers)
+        choices = choose_wires(sources, followers)
         not_shared: tuple[Wire, str] = "gloo", "it cannot open memory of the learner's GPUs"
-        chosen |= dict.fromkeys(self._by_gloo & followers.keys(), not_shared)
+        choices |= dict.fromkeys(self._by_gloo & followers.keys(), not_shared)
         on_gpus = any(
             place.device_id for places in (sources, *followers.values()) for place in places
         )
-        for name, (wire, why) in chosen.items():
+        for name, (wire, why) in choices.items():
             line = f"weights of the {model} go to the {name} by {wire}: {why}"
             if on_gpus and line not in self._said:
                 self._said.add(line)
                 self._say(line)
-        return {name: wire for name, (wire, _) in chosen.items()}
+        return {name: wire for name, (wire, _) in choices.items()}
 
     # -- metrics -------------------------------------------------------------------------------
 
@@ -432,7 +440,7 @@ class WeightSync:
         """Record how much followers' probes differ, and log unusual differences. Return the
         outcomes, with an error for a follower that still computes the last version.
         """
-        found, passed = dict(outcomes), list[float]()
+        verdicts, passed = dict(outcomes), list[float]()
         ours, before = offer.probe, self._probes[0][1] if len(self._probes) > 1 else None
         for name, outcome in outcomes.items():
             theirs = None if isinstance(outcome, Exception) else outcome.value.probe
@@ -447,7 +455,7 @@ class WeightSync:
             if gap <= self._tolerance.usual:
                 passed.append(gap)
             elif before is not None and difference(before, theirs) < gap:
-                found[name] = EngineError(
+                verdicts[name] = EngineError(
                     f"{unusual}; {name} is nearer to the version before: some of the new weights "
                     "are not in use there",
                     "probe-of-version-before",
@@ -455,14 +463,14 @@ class WeightSync:
             else:
                 self._say(unusual)
         self._tolerance.calibrate(passed)
-        return found
+        return verdicts
 
     def _measured(self, ours: FloatArray, theirs: FloatArray, before: FloatArray | None) -> float:
         gap = self.metrics["weight_sync/logprob_gap"] = difference(ours, theirs)
         self.metrics["weight_sync/logprob_gap_mean"] = float((ours - theirs).mean())
         self.metrics["weight_sync/logprob_gap_max"] = float(abs(ours - theirs).max())
-        if before is not None and (moved := difference(before, ours)):
-            self.metrics["weight_sync/logprob_gap_of_update"] = gap / moved
+        if before is not None and (update_gap := difference(before, ours)):
+            self.metrics["weight_sync/logprob_gap_of_update"] = gap / update_gap
         return gap
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:

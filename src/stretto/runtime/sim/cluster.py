@@ -182,8 +182,8 @@ class Workload(Section):
         shares = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
         prompts = (self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares))
         if turns := self.turns:
-            each = (sum(t.tokens + t.answer for t in turns(i)) for i in range(_QUANTILES))
-            return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in each)
+            lengths = (sum(t.tokens + t.answer for t in turns(i)) for i in range(_QUANTILES))
+            return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in lengths)
         responses = (self.response_tokens.quantile(u, i) for i, u in enumerate(shares))
         return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in responses)
 
@@ -196,12 +196,12 @@ class Workload(Section):
         """Limits on the turns of a response, or ``None`` without episodes."""
         if self.episodes is None:
             return None
-        most = self.episodes.max_turn_tokens or self.max_new_tokens
-        return Sampling(self.max_new_tokens, max_turn_tokens=most)
+        turn_limit = self.episodes.max_turn_tokens or self.max_new_tokens
+        return Sampling(self.max_new_tokens, max_turn_tokens=turn_limit)
 
     def reward(self, rollout_id: int, version: int) -> float:
-        if rollout_id < len(self.rewards) and (known := self.rewards[rollout_id]) is not None:
-            return known
+        if rollout_id < len(self.rewards) and (reward := self.rewards[rollout_id]) is not None:
+            return reward
         return self.learning.reward(self.seed, rollout_id, version)
 
     @model_validator(mode="after")
@@ -252,19 +252,21 @@ class Cluster(Section):
             )
         for scorer in self.scorers:
             if scorer.host is not None and scorer.host >= len(self.generators):
-                given = f"scorer '{scorer.name}' lives with generator {scorer.host}"
-                there = f"{len(self.generators)}, counted from 0"
-                raise RuleError(f"{given}, but there are {there}", "unknown-host")
+                setting = f"scorer '{scorer.name}' lives with generator {scorer.host}"
+                count = f"{len(self.generators)}, counted from 0"
+                raise RuleError(f"{setting}, but there are {count}", "unknown-host")
             if scorer.follows not in ("", *self.learner.trains):
-                given = f"scorer '{scorer.name}' follows '{scorer.follows}'"
+                setting = f"scorer '{scorer.name}' follows '{scorer.follows}'"
                 remedy = f"give one of {self.learner.trains}, which are trained, or '' for none"
-                raise RuleError(f"{given}; {remedy}", "follows-untrained")
+                raise RuleError(f"{setting}; {remedy}", "follows-untrained")
         return self
 
     @property
     def device_count(self) -> int:
-        each = [*(g.devices for g in self.generators), *(s.devices for s in self.scorers)]
-        return 1 + max(max(devices, default=0) for devices in (*each, self.learner.devices))
+        device_groups = [*(g.devices for g in self.generators), *(s.devices for s in self.scorers)]
+        return 1 + max(
+            max(devices, default=0) for devices in (*device_groups, self.learner.devices)
+        )
 
     @property
     def migrating(self) -> Migrating:
@@ -336,5 +338,5 @@ def _check_role(model: str, cost: object, tensor_parallel: int, devices: Devices
             "model-or-cost",
         )
     if len(devices) % tensor_parallel:
-        given = f"{tensor_parallel} for {len(devices)} devices"
-        raise RuleError(f"tensor_parallel must divide devices; got {given}", "devices-not-divided")
+        counts = f"{tensor_parallel} for {len(devices)} devices"
+        raise RuleError(f"tensor_parallel must divide devices; got {counts}", "devices-not-divided")

@@ -66,18 +66,18 @@ class DecodeCost(Section):
 
     def seconds(self, rows: float, context: float, steps: int) -> float:
         """Seconds of n steps of R rows whose context is C before the first."""
-        total, left = 0.0, steps
-        for most, first, more in self._stretches(rows, context):
-            n = int(min(left, most))
-            total, left = total + n * first + more * (n * (n - 1) // 2), left - n
+        total, steps_left = 0.0, steps
+        for stretch_steps, first, more in self._stretches(rows, context):
+            n = int(min(steps_left, stretch_steps))
+            total, steps_left = total + n * first + more * (n * (n - 1) // 2), steps_left - n
         return total
 
     def at_least(self, steps: float, tokens: float, context: float) -> float:
         """A lower bound on the seconds of steps with these totals of tokens and context."""
         reads = steps * self.weights_s + context * self.cache_s
         computes = tokens * self.product_s + context * self.attention_s
-        beside = steps * self.step_s + tokens * self.row_s + context * self.context_s
-        return beside + max(reads, computes)
+        overhead_s = steps * self.step_s + tokens * self.row_s + context * self.context_s
+        return overhead_s + max(reads, computes)
 
     def speculating(self, s: Speculation) -> DecodeCost:
         """Return the cost per token and row if steps read proposed tokens and accept some."""
@@ -93,19 +93,19 @@ class DecodeCost(Section):
         """Return the most rows of that context each with which a step fits in ``seconds``."""
         reads = self.step_s + self.weights_s, self.context_s + self.cache_s, self.row_s
         computes = self.step_s, self.context_s + self.attention_s, self.row_s + self.product_s
-        each = [(once, token_s * context + row_s) for once, token_s, row_s in (reads, computes)]
-        return min((seconds - once) / row_s if row_s else inf for once, row_s in each)
+        bounds = [(once, token_s * context + row_s) for once, token_s, row_s in (reads, computes)]
+        return min((seconds - once) / row_s if row_s else inf for once, row_s in bounds)
 
     def steps_within(self, rows: int, context: int, seconds: float) -> int:
         """Return the fewest steps that take at least ``seconds``. A step must cost something."""
         done, left_s = 0, seconds
-        for most, first, more in self._stretches(rows, context):
+        for stretch_steps, first, more in self._stretches(rows, context):
             if left_s <= 0:
                 break
             steps = _steps_within(first, more, left_s)
-            if steps <= most:
+            if steps <= stretch_steps:
                 return done + steps
-            done += int(most)
+            done += int(stretch_steps)
             left_s = seconds - self.seconds(rows, context, done)
         return done
 

@@ -110,14 +110,14 @@ class SimWorker:
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
         """Occupy all devices, once they are free, for work of that duration, and record it."""
-        taken = 0
+        turn_count = 0
         try:
             for device in self._devices:
                 await device.turn.acquire()
-                taken += 1
+                turn_count += 1
             await self._work(name, seconds, attributes)
         finally:
-            for device in self._devices[:taken]:
+            for device in self._devices[:turn_count]:
                 device.turn.release()
 
     async def _work(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:

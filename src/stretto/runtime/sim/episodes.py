@@ -51,8 +51,10 @@ class Waits(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.p95 < self.median:
-            given = f"median = {self.median}, p95 = {self.p95}"
-            raise RuleError(f"p95 must not be below the median; got {given}", "p95-below-median")
+            percentiles = f"median = {self.median}, p95 = {self.p95}"
+            raise RuleError(
+                f"p95 must not be below the median; got {percentiles}", "p95-below-median"
+            )
         return self
 
     def quantile(self, u: float) -> float:
@@ -119,8 +121,8 @@ def turn_of(response: Response) -> int:
     """Return the index of the turn that a response is in, or ends with, from 0."""
     if response.sampled is None:
         return 0
-    drawn = np.concatenate([[True], response.sampled])  # a prompt precedes the first turn
-    return int((drawn[:-1] & ~drawn[1:]).sum())
+    is_sampled = np.concatenate([[True], response.sampled])  # a prompt precedes the first turn
+    return int((is_sampled[:-1] & ~is_sampled[1:]).sum())
 
 
 class SimEnvironment:
@@ -145,8 +147,8 @@ class SimEnvironment:
     async def step(self, response: Response) -> Observation:
         k, turns = turn_of(response), self._turns(episode_of(response.id))
         if response.finish is FinishReason.LENGTH:
-            whole = len(response) >= self._max_new_tokens
-            return self._end(response, k, "tokens" if whole else "turn_tokens")
+            at_limit = len(response) >= self._max_new_tokens
+            return self._end(response, k, "tokens" if at_limit else "turn_tokens")
         turn = turns[min(k, len(turns) - 1)]
         if turn.wait_s:
             await asyncio.sleep(turn.wait_s)

@@ -112,10 +112,10 @@ class Replica:
 
     def advance_until(self, time_s: float) -> list[SimRow]:
         """Run to the end of the step in progress at ``time_s``. Return the rows that ended."""
-        most = self._event_steps
-        if not most or time_s <= self.time_s:
+        max_steps = self._event_steps
+        if not max_steps or time_s <= self.time_s:
             return []
-        return self._advance(self._steps_within(time_s - self.time_s, most))
+        return self._advance(self._steps_within(time_s - self.time_s, max_steps))
 
     def take_out(self, rollout_id: int) -> SimRow:
         """Remove a row with what it needs to continue elsewhere. KeyError if unknown."""
@@ -168,12 +168,12 @@ class Replica:
         self._plan()
 
     def _has_room(self, row: SimRow) -> bool:
-        limit, wanted = self._cost.cache_tokens, self._reserved + row.prompt + row.length
+        limit, tokens = self._cost.cache_tokens, self._reserved + row.prompt + row.length
         if self._slots and len(self.rows) >= self._slots:
             return False
-        if limit and self.rows and wanted > limit:
+        if limit and self.rows and tokens > limit:
             return False
-        while limit and wanted + self._in_parked - self.parked.get(row.id, 0) > limit:
+        while limit and tokens + self._in_parked - self.parked.get(row.id, 0) > limit:
             oldest = next((id_ for id_ in self.parked if id_ != row.id), None)
             if oldest is None:
                 break
@@ -211,10 +211,10 @@ class Replica:
     def _seconds(self, steps: int) -> float:
         return self._decode.seconds(len(self.rows), self._context(), steps)
 
-    def _steps_within(self, seconds: float, most: int) -> int:
-        if self._seconds(most) <= seconds:
-            return most
-        return min(self._decode.steps_within(len(self.rows), self._context(), seconds), most)
+    def _steps_within(self, seconds: float, max_steps: int) -> int:
+        if self._seconds(max_steps) <= seconds:
+            return max_steps
+        return min(self._decode.steps_within(len(self.rows), self._context(), seconds), max_steps)
 
     def _advance(self, steps: int) -> list[SimRow]:
         rows, work = len(self.rows), self.work
@@ -225,15 +225,15 @@ class Replica:
         self.step += steps
         self.left -= steps
         self._in_rows += rows * steps
-        ended = []
+        ended_rows = []
         while self._ends and self._ends[0][0] <= self.step:
             end, id_ = heapq.heappop(self._ends)
             row = self.rows.get(id_)
             if row and row.base + row.length == end:
                 del self.rows[id_]
-                ended.append(row)
+                ended_rows.append(row)
                 self._leave(row)
-        return ended
+        return ended_rows
 
     def _leave(self, row: SimRow) -> None:
         self._in_rows -= row.prompt + self.step - row.base
@@ -258,13 +258,13 @@ def decode(
     """
     for replica in replicas:
         replica.begin(max_steps)
-    ended: list[tuple[float, int, int, SimRow]] = []
+    endings: list[tuple[float, int, int, SimRow]] = []
     finished = 0
 
     def note(replica: Replica, rows: Sequence[SimRow]) -> None:
         nonlocal finished
         finished += sum(row.finish is not FinishReason.TURN for row in rows)
-        ended.extend((replica.time_s, replica.work["steps"], row.id, row) for row in rows)
+        endings.extend((replica.time_s, replica.work["steps"], row.id, row) for row in rows)
 
     while True:
         first = min(replicas, key=lambda r: (r.event_s, r.work["steps"]))
@@ -278,14 +278,14 @@ def decode(
                     note(replica, replica.advance_until(time_s))
             break
         first.fill()
-    ended.sort(key=lambda e: e[:3])
+    endings.sort(key=lambda e: e[:3])
     slowest_s = max(r.time_s for r in replicas)
     work: dict[str, float] = {"steps": max(r.work["steps"] for r in replicas)}
     work |= {
         name: sum(r.work[name] for r in replicas) for name in ("tokens", "prefilled", "context")
     }
     work["uneven_s"] = slowest_s - sum(r.time_s for r in replicas) / len(replicas)
-    return [row for *_, row in ended], slowest_s, work
+    return [row for *_, row in endings], slowest_s, work
 
 
 class SimGenerator:
@@ -334,13 +334,13 @@ class SimGenerator:
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._worker.turn:
-            ended, seconds, work = decode(self._replicas, max_tokens, stop_after)
-            for row in ended:
+            rows, seconds, work = decode(self._replicas, max_tokens, stop_after)
+            for row in rows:
                 replica = self._home.pop(row.id)
                 if row.finish is FinishReason.TURN:
                     self._parked[row.id] = replica
                     replica.park(row.id, row.prompt + row.length)
-            chunks = [self._chunk(row, row.length, row.finish) for row in ended]
+            chunks = [self._chunk(row, row.length, row.finish) for row in rows]
             chunks += self._chunks()
             if chunks:
                 rollouts, version = [c.rollout_id for c in chunks], self.version
@@ -361,15 +361,15 @@ class SimGenerator:
         if how == "keep":
             return
         async with self._worker.turn:
-            moved = 0
+            offloaded_tokens = 0
             for id_ in rollout_ids:
                 replica = self._parked.get(id_)
                 tokens = replica.unpark(id_) if replica else 0
                 if tokens and how == "offload":
                     self._on_host[id_] = tokens
-                    moved += tokens
-            if moved:
-                await self._copy("offload", rollout_ids, moved)
+                    offloaded_tokens += tokens
+            if offloaded_tokens:
+                await self._copy("offload", rollout_ids, offloaded_tokens)
 
     async def _copy(self, name: str, rollout_ids: Sequence[int], tokens: int) -> None:
         size_bytes = self._cost.cache_bytes * tokens
@@ -384,24 +384,26 @@ class SimGenerator:
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Release rollouts. The receiver accounts for the time of moving a cache."""
         async with self._worker.turn:
-            here = self._home | self._parked
-            wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in here]
+            replica_by_id = self._home | self._parked
+            wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in replica_by_id]
             if wrong:
                 problem = f"rollouts {wrong} are not in this engine, or were named twice"
                 raise EngineError(problem, "not-in-engine")
             transfers = []
             for id_ in rollout_ids:
                 if id_ in self._parked:
-                    kept = self._parked[id_].unpark(id_) + self._unpark(id_)
-                    moved = kept if with_cache else 0
-                    transfers.append(KVTransfer(id_, "cache" if moved else None, moved))
+                    parked_tokens = self._parked[id_].unpark(id_) + self._unpark(id_)
+                    moved_tokens = parked_tokens if with_cache else 0
+                    transfers.append(
+                        KVTransfer(id_, "cache" if moved_tokens else None, moved_tokens)
+                    )
                     continue
                 replica = self._home.pop(id_)
                 decoded = id_ in replica.rows
                 row = replica.take_out(id_)
                 cached = row.prompt + row.tokens if decoded else row.cached
-                moved = cached if with_cache else 0
-                transfers.append(KVTransfer(id_, "cache" if moved else None, moved))
+                moved_tokens = cached if with_cache else 0
+                transfers.append(KVTransfer(id_, "cache" if moved_tokens else None, moved_tokens))
             return transfers
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
@@ -431,7 +433,7 @@ class SimGenerator:
             self._begin()
 
     def _add(self, response: Response, cached: int) -> None:
-        wanted, length = self._end_of(response)
+        full_length, length = self._end_of(response)
         if response.id in self._home:
             problem = f"rollout {response.id} is in the engine already; release it first"
             raise EngineError(problem, "already-in-engine")
@@ -450,7 +452,7 @@ class SimGenerator:
             prompt=len(response.prompt.tokens),
             tokens=len(response),
             length=length,
-            finish=FinishReason.LENGTH if wanted > length else ends,
+            finish=FinishReason.LENGTH if full_length > length else ends,
             cached=cached,
         )
         replica.waiting.append(row)
@@ -458,13 +460,15 @@ class SimGenerator:
 
     def _end_of(self, response: Response) -> tuple[int, int]:
         """Return the response's tokens at its end, or its turn's, without and with its limits."""
-        own, start = response.sampling, response.turn_start
-        if own is None or not _in_turns(response):
-            wanted = self._lengths(response.id)
-            return wanted, min(wanted, self._max_new_tokens)
+        sampling, start = response.sampling, response.turn_start
+        if sampling is None or not _in_turns(response):
+            full_length = self._lengths(response.id)
+            return full_length, min(full_length, self._max_new_tokens)
         turns = self._turns(episode_of(response.id))
-        wanted = start + turns[min(turn_of(response), len(turns) - 1)].tokens
-        return wanted, min(wanted, own.max_new_tokens, start + own.max_turn_tokens)
+        full_length = start + turns[min(turn_of(response), len(turns) - 1)].tokens
+        return full_length, min(
+            full_length, sampling.max_new_tokens, start + sampling.max_turn_tokens
+        )
 
     def _chunks(self) -> list[Chunk]:
         chunks = []

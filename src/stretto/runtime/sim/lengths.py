@@ -44,8 +44,8 @@ class Lognormal(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [p for p in (self.p95, self.p99) if p is not None]
-        if len(given) != 1 or given[0] < self.median:
+        percentiles = [p for p in (self.p95, self.p99) if p is not None]
+        if len(percentiles) != 1 or percentiles[0] < self.median:
             raise RuleError(
                 f"a lognormal is fitted to its median and either p95 or p99, not below it; got "
                 f"median = {self.median}, p95 = {self.p95}, p99 = {self.p99}",
@@ -160,11 +160,11 @@ class Replayed(Section):
         """Use the lengths of finished rollouts. Unknown rollouts get the median length. Unfinished
         rollouts get the median of all lengths greater than their length in ``so_far``.
         """
-        known = sorted(tokens_by_id.values())
-        middle = round(median(known))
-        longer = {i: known[bisect_right(known, n) :] or [n] for i, n in so_far.items()}
-        found = {**{i: round(median(rest)) for i, rest in longer.items()}, **tokens_by_id}
-        return cls(tokens=tuple(found.get(i, middle) for i in range(max(found) + 1)))
+        lengths = sorted(tokens_by_id.values())
+        middle = round(median(lengths))
+        longer = {i: lengths[bisect_right(lengths, n) :] or [n] for i, n in so_far.items()}
+        length_by_id = {**{i: round(median(rest)) for i, rest in longer.items()}, **tokens_by_id}
+        return cls(tokens=tuple(length_by_id.get(i, middle) for i in range(max(length_by_id) + 1)))
 
     def quantile(self, u: float, rollout_id: int) -> float:
         return self.tokens[rollout_id % len(self.tokens)]
@@ -204,6 +204,6 @@ class LearningCurve(Section):
     """Largest distance of a response's reward from the mean."""
 
     def reward(self, seed: int, rollout_id: int, version: int) -> float:
-        left = exp(-version / self.versions) if self.versions else 0.0
+        decay = exp(-version / self.versions) if self.versions else 0.0
         noise = self.spread * (2 * uniform(seed, "reward", rollout_id) - 1)
-        return self.last + (self.first - self.last) * left + noise
+        return self.last + (self.first - self.last) * decay + noise

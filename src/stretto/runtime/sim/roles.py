@@ -70,8 +70,8 @@ class SimScorer:
             for r in responses:
                 if r.id in self._pending:
                     raise EngineError(f"{self.name} has rollout {r.id} already; release it first")
-                drawn = len(r) if r.sampled is None else int(r.sampled.sum())
-                sizes = len(r.prompt.tokens), len(r), drawn
+                sampled_tokens = len(r) if r.sampled is None else int(r.sampled.sum())
+                sizes = len(r.prompt.tokens), len(r), sampled_tokens
                 self._pending[r.id] = _Pending(*sizes, r.version, _has_ended(r.finish))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
@@ -138,9 +138,9 @@ class SimScorer:
             await self._worker.work(name, self._cost.seconds(len(ids)), rollouts=ids)
 
     def _passes(self, new: Sequence[int]) -> list[int]:
-        if not (most := self._role.padded):
+        if not (limit := self._role.padded):
             return [sum(new)]
-        parts = (new[i : i + most] for i in range(0, len(new), most))
+        parts = (new[i : i + limit] for i in range(0, len(new), limit))
         return [len(part) * max(part) for part in parts]
 
     def _score(self, rollout_id: int, entry: _Pending) -> Score:
@@ -181,8 +181,10 @@ class SimLearner:
     def _tokens(self, batch: TrainBatch) -> int:
         if not self._role.padded:
             return batch.total_tokens
-        each = map(len, batch.prompts)
-        longest = max((p + n for p, n in zip(each, batch.lengths.tolist(), strict=True)), default=0)
+        prompt_lengths = map(len, batch.prompts)
+        longest = max(
+            (p + n for p, n in zip(prompt_lengths, batch.lengths.tolist(), strict=True)), default=0
+        )
         return len(batch) * longest
 
     async def publish(self) -> Mapping[str, WeightsRef]:

@@ -77,8 +77,8 @@ class _DriverSpans(Spans):
 
     @contextmanager
     def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
-        with super().span(role, name, **attributes) as found:
-            yield found
+        with super().span(role, name, **attributes) as record:
+            yield record
             if role == DRIVER and name in self._costs:
                 spend(self._costs[name].seconds(attributes["items"]))
 
@@ -100,8 +100,8 @@ def simulate(
         seed: of the order of simultaneous events, with ``shuffle`` only.
         shuffle: permute simultaneous events.
     """
-    found = _simulate(cluster, steps or cluster.workload.steps, advance)
-    return run(found, seed=seed, shuffle=shuffle)
+    simulation = _simulate(cluster, steps or cluster.workload.steps, advance)
+    return run(simulation, seed=seed, shuffle=shuffle)
 
 
 async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult:
@@ -186,8 +186,10 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     cores = Cores(cluster.cores) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
-        used, call_s = [devices[i] for i in role.devices], cluster.call_s
-        return SimWorker(name, used, tracer, cores=cores, threads=role.threads, call_s=call_s)
+        role_devices, call_s = [devices[i] for i in role.devices], cluster.call_s
+        return SimWorker(
+            name, role_devices, tracer, cores=cores, threads=role.threads, call_s=call_s
+        )
 
     def put(role: R, name: str) -> R:
         return faulty(role, cluster.faults, name) if cluster.faults != Faults() else role
@@ -196,10 +198,10 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     for i, g in enumerate(cluster.generators):
         name = f"generator {i}" if len(cluster.generators) > 1 else "generator"
         limit, carry = w.max_new_tokens, cluster.schedule.carry
-        made = SimGenerator(
+        generator = SimGenerator(
             worker(name, g), g, lengths, max_new_tokens=limit, carry=carry, turns=turns
         )
-        generators.append(put(made, name))
+        generators.append(put(generator, name))
     replicas = [
         ScorerReplica(put(SimScorer(worker(s.name, s), s, w.reward), f"{s.name} {i}"), s.host)
         for i, s in enumerate(cluster.scorers)
