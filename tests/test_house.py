@@ -39,7 +39,7 @@ VAGUE = re.compile(
     "answered|got|had|picked|stored|drawn|written|measured|labelled|served|used"
 )
 """Participles and adverbs that say nothing about what a variable holds."""
-VAGUE_SHARE = 0.031
+VAGUE_SHARE = 0.004
 """Share of variables with such a name; it only falls."""
 
 
