@@ -50,7 +50,7 @@ def test_an_image_gets_what_is_missing_or_too_old_and_no_more(
     spec.loader.exec_module(offline)
     index, wheels, image = tmp_path / "index", tmp_path / "wheels", tmp_path / "image.txt"
     index.mkdir()
-    _wheel(index, "tyro", "1.0", "docstring-parser", "typeguard>=4")
+    _wheel(index, "tyro", "1.9", "docstring-parser", "typeguard>=4")
     _wheel(index, "typeguard", "4.5")
     _wheel(index, "typeguard", "3.0")
     _wheel(index, "docstring_parser", "0.99")  # the image's own is new enough
@@ -72,7 +72,7 @@ def test_an_image_gets_what_is_missing_or_too_old_and_no_more(
         "starlette 1.0",
         "torch 2.13.0",
         "typeguard 4.5",
-        "tyro 1.0",
+        "tyro 1.9",
         "uvicorn 0.40",
     ]
     *names, count, command = capsys.readouterr().out.splitlines()
