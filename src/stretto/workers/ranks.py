@@ -167,11 +167,8 @@ class Ranks:
             except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
                 self.close()
                 raise
-            return [
-                message.result
-                for message in map(Future.result, futures)
-                if isinstance(message, Done)
-            ]
+            outcomes = map(Future.result, futures)
+            return [outcome.result for outcome in outcomes if isinstance(outcome, Done)]
 
     def aside(
         self, rank: int, method: Method[*Ts, T], *args: *Ts, timeout_s: float = PATIENCE_S
