@@ -258,7 +258,8 @@ def test_a_browser_shows_transcripts(tmp_path: Path) -> None:
     assert "2 turns, 2 calls, 5 tokens trained on, 2 tokens of context" in shown
     assert "ended by: the environment" in shown
     assert shown.count('class="piece sampled"') == 2
-    assert '<div class="piece sampled">17*3=&lt;call&gt;&lt;|im_end|&gt;</div>' in shown
+    end = '<span class="mark">&lt;|im_end|&gt;</span>'
+    assert f'<div class="piece sampled">17*3=&lt;call&gt;{end}</div>' in shown
     assert re.search(r'<details class="piece context"><summary>[^<]*1,0\d\d characters', shown)
     assert "turn 1, 3 tokens, reward 0.5, answered after 250 ms" in shown
     assert 'calculator({"expression":"17*3"})' in shown
