@@ -130,6 +130,7 @@ def ranks_are_ended() -> Iterator[None]:
     yield
     if LentRanks.hosts:
         LentRanks.hosts.close()
+        LentRanks.hosts = None  # the tests of a module may run in two parts
 
 
 @pytest.fixture
