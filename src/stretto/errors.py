@@ -153,6 +153,15 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+ADVICE = "; mend the cause"
+"""Begins the advice in the text of a RankError."""
+
+
+def without_advice(text: str) -> str:
+    """Return the text of a RankError for a run that restarts the process by itself."""
+    return text.partition(ADVICE)[0]
+
+
 MANY = 30
 """With more names than this, a message lists none."""
 

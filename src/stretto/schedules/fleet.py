@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
+from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError, without_advice
 from stretto.protocols import Clock, Replaceable, Tracer
 from stretto.schedules.waits import Phases, Waits, Work, deadline
 from stretto.types import WeightsRef, short_name
@@ -106,7 +106,7 @@ class Fleet:
         for i, member in enumerate(self._members if self.restarts else ()):
             if member.deaths > self._reported[i]:
                 self._reported[i] = member.deaths
-                cause = member.cause.partition("; mend the cause")[0]  # the run goes on by itself
+                cause = without_advice(member.cause)
                 number = member.lives + (member.state is MemberState.DEAD or member.retired)
                 outcome = f"restart {number} of {self.restarts}"
                 lines.append(f"{cause} ({outcome if number <= self.restarts else 'not replaced'})")

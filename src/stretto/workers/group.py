@@ -10,7 +10,7 @@ from itertools import repeat
 from statistics import median
 from typing import Any
 
-from stretto.errors import RankError, RoleLostError, StrettoError
+from stretto.errors import RankError, RoleLostError, StrettoError, without_advice
 from stretto.protocols import Clock, RealClock
 from stretto.types import Reply, Work
 from stretto.workers.rank import Facts, Rank
@@ -57,8 +57,7 @@ class ServiceGroup:
             except RankError as error:
                 if error.code != "rank-died" or restart > restarts:
                     raise
-                what = str(error).partition("; mend the cause")[0]  # it restarts by itself
-                say(f"{what} (restart {restart} of {restarts})")
+                say(f"{without_advice(str(error))} (restart {restart} of {restarts})")
 
     def ask(self, service: str, method: Method[*Ts, T], *args: *Ts) -> Any:
         """Return a method's result. A reply's times are by this process's clock. Blocks."""

@@ -16,7 +16,7 @@ from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stretto.errors import RankError
+from stretto.errors import ADVICE, RankError
 from stretto.workers.connection import (
     STEP,
     Done,
@@ -308,7 +308,7 @@ class Ranks:
 
     def _error(self, rank: int, what: str, code: str) -> RankError:
         note = "" if self._role else ". All ranks have been ended"
-        message = f"{self._name(rank)} {what}{note}; mend the cause, and {self.remedy}"
+        message = f"{self._name(rank)} {what}{note}{ADVICE}, and {self.remedy}"
         return RankError(message, rank, code)
 
     def _work(self, method: Callable[..., Any]) -> str:
