@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from browser import dom, needs_browser
+from docs_helpers import ROOT
 from helpers import ManualClock
 from stretto.config import Config
 from stretto.observe import RunDirectory
@@ -198,7 +199,9 @@ def test_a_resumed_trace_goes_on_with_the_same_tracks(tmp_path: Path) -> None:
 
 
 def test_waiting_for_the_environment_is_a_cause_of_idleness() -> None:
-    assert set(TITLES) == set(CAUSES)
+    table = (ROOT / "docs" / "observing.md").read_text().partition("| cause | the role waits for |")
+    documented = re.findall(r"^\| (\w+) \|", table[2].partition("\n\n")[0], re.MULTILINE)
+    assert set(TITLES) == set(CAUSES) == {*documented, "other"}
     assert {"environment"} <= set(HATCHINGS) & set(KINDS)
     spans = [
         Span("generator", "gen", 0.0, 2.0, {}),

@@ -758,6 +758,7 @@ def test_judging_one_at_a_time_is_bounded(function: Scorers) -> None:
 ODD_CELLS = {
     "made": datetime.datetime(2024, 5, 6, 7, 8),
     "raw": b"caf\xc3\xa9",
+    "image": b"\xff",
     "price": decimal.Decimal("1.50"),
     "parts": [{"at": datetime.date(2024, 5, 6)}],
 }
@@ -766,8 +767,8 @@ ODD_CELLS = {
 def test_columns_without_a_json_form_reach_a_process_as_text(function: Scorers) -> None:
     scorer = function(
         """
-        def f(completions, made, raw, price, parts, **kwargs):
-            assert (made, raw) == (["2024-05-06T07:08:00"], ["caf\u00e9"])
+        def f(completions, made, raw, image, price, parts, **kwargs):
+            assert (made, raw, image) == (["2024-05-06T07:08:00"], ["caf\u00e9"], ["/w=="])
             assert (price, parts) == (["1.50"], [[{"at": "2024-05-06"}]])
             return [1.0]
         """

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from stretto.observe.spans import DOWN, ENVIRONMENT, NO_DEVICES, Span, Window
 from stretto.saying import aligned
 
-CAUSES = ("data", "stragglers", ENVIRONMENT, "scores", "weights", DOWN, "other")
+CAUSES = ("data", "stragglers", ENVIRONMENT, "scores", "weights", "swap", DOWN, "other")
 """Causes of idle time, in display order."""
 
 ALL_DEVICES = "all devices"  # role name of the mean over devices

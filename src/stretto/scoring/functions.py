@@ -22,6 +22,7 @@ from stretto import outside
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
+from stretto.plain import form
 from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
 from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.scoring.worker import ready
@@ -233,9 +234,9 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 
 def _as_json(column: str, value: Any) -> Any:
-    """Return a cell as JSON. Other values, such as dates and bytes, become text."""
+    """Return a cell as JSON. Values of other types are converted by :func:`form`, or become text."""
     try:
-        return json.loads(json.dumps(value, default=_as_text))
+        return json.loads(json.dumps(value, default=_form_or_text))
     except (TypeError, ValueError, RecursionError) as error:
         raise RewardError(
             f"the dataset's column '{column}' cannot be handed to a function ({error}); make it "
@@ -243,12 +244,11 @@ def _as_json(column: str, value: Any) -> Any:
         ) from error
 
 
-def _as_text(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, bytes | bytearray):
-        return value.decode(errors="backslashreplace")
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+def _form_or_text(value: Any) -> Any:
+    try:
+        return form(value)
+    except TypeError:
+        return str(value)
 
 
 def locate(source: RewardSource) -> dict[str, str]:
