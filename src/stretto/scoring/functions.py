@@ -234,7 +234,7 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 
 def _as_json(column: str, value: Any) -> Any:
-    """Return a cell as JSON. Values of other types are converted by :func:`form`, or become text."""
+    """Return a cell as JSON. Other types are converted by :func:`form`, or become text."""
     try:
         return json.loads(json.dumps(value, default=_form_or_text))
     except (TypeError, ValueError, RecursionError) as error:
