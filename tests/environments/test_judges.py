@@ -19,7 +19,7 @@ from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError
 from stretto.scoring.functions import FunctionScorer
 
-NAMES = ("looks", "by_name", "fails")
+NAMES = ("looks", "by_name", "Counts", "fails")
 
 
 def judge(name: str, function: Any = None, *, environment: bool = True) -> FunctionScorer:
@@ -70,15 +70,17 @@ def scores_of(seen: Any) -> dict[str, Any]:
 def test_a_function_reads_the_state_of_an_environment_after_its_episode(
     vaults: list[Place], judges: Mapping[str, FunctionScorer]
 ) -> None:
-    role = role_of(vaults, judges=[judges["looks"], judges["by_name"]])
+    role = role_of(vaults, judges=[judges[name] for name in ("looks", "by_name", "Counts")])
     look = call("look", lock=1)
-    for turns, score in (((look, look, "8"), 25.0), (("8",), 1.0)):  # 2 looks and 5 messages
+    # 2 looks and 5 messages, then none and 1; the object of Counts is made once.
+    for number, (turns, score) in enumerate((((look, look, "8"), 25.0), (("8",), 1.0)), 1):
         seen = last_of(role, *turns, secret=7)
         assert seen.ended_by == "environment"
         assert seen.reward is None
         assert scores_of(seen) == {
             "looks": {"value": score},
             "by_name": {"value": None, "extra": {"kind": "Cracked"}},
+            "Counts": {"value": float(number)},
         }
 
 

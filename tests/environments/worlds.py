@@ -260,6 +260,18 @@ async def by_name(completions: Any, environments: Any, log_extra: Any) -> list[A
     return [None if isinstance(environments[0], Vault) else 1.0]
 
 
+class Counts:
+    """Number its calls."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, completions: Any, environments: Any) -> list[float]:
+        assert isinstance(environments[0], Vault)
+        self._calls += 1
+        return [float(self._calls)]
+
+
 def fails(completions: Any, environments: Any) -> list[float]:
     """Raise, never end, end the process, or return nonsense, as a secret says."""
     secret = environments[0].secret

@@ -25,6 +25,7 @@ from stretto.scoring.conventions import (
     Verdict,
     bound,
     convention_of,
+    function_or_object,
     listed,
 )
 
@@ -101,7 +102,9 @@ class Host:
             )
         limit_s = settings.get("reward_timeout_s", settings["timeout_s"])
         self._judging = Runner(settings["parallel"], limit_s, worn)
-        self._judges = judges or {}
+        self._judges = {
+            name: function_or_object(judge, "", name) for name, judge in (judges or {}).items()
+        }
         self._episodes: dict[int, Episode] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._programs: dict[int, asyncio.Future[Any]] = {}

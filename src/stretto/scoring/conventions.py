@@ -251,21 +251,28 @@ def convention_of(signature: inspect.Signature, file: str, name: str) -> Recogni
     )
 
 
-def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
-    """Convert a function of any convention. Raises ConfigError for others.
+def function_or_object(function: Callable[..., Any], file: str, name: str) -> Callable[..., Any]:
+    """Return a function, or an object of a class with ``__call__``, made without arguments.
 
-    A class with ``__call__`` is instantiated once without arguments, and the object is called.
+    Raises ConfigError if the class cannot be instantiated.
     """
-    if inspect.isclass(function) and "__call__" in dir(function):
-        make: Callable[[], Any] = function
-        try:
-            function = in_this_process(make)
-        except Exception as error:
-            raise ConfigError(
-                f"reward.sources: making an object of '{name}' raised {describe(error, file)}; a "
-                "class takes no arguments and has __call__",
-                "reward-class-raised",
-            ) from error
+    if not (inspect.isclass(function) and "__call__" in dir(function)):
+        return function
+    make: Callable[[], Any] = function
+    try:
+        instance: Callable[..., Any] = in_this_process(make)
+    except Exception as error:
+        raise ConfigError(
+            f"reward.sources: making an object of '{name}' raised {describe(error, file)}; a "
+            "class takes no arguments and has __call__",
+            "reward-class-raised",
+        ) from error
+    return instance
+
+
+def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
+    """Convert a function of any convention. Raises ConfigError for others."""
+    function = function_or_object(function, file, name)
     signature = inspect.signature(function)
     convention, columns, required, environments = convention_of(signature, file, name)
     aliases, loop = convention.aliases, _Loop()
