@@ -18,7 +18,7 @@ from torch import Tensor
 
 from _shared import parse
 from stretto.config import Config, recipes
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.runtime.run import Run, start

@@ -22,7 +22,7 @@ from helpers import (
 from rounding import GRADIENT_TERMS, rounding
 from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.config.algorithm import ALGORITHMS
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout

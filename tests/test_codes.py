@@ -19,7 +19,7 @@ from stretto.cli.main import COMMANDS, dispatch
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.config.cluster import ProcessConfig
 from stretto.interfaces import CALLS, SETTINGS, CommandLine, Python, TomlFile, worded
-from stretto.trl import base
+from stretto.trl import base_trainer
 
 SOURCE = Path(stretto.__file__).parent
 CLASSES = {name for name, each in vars(errors).items() if inspect.isclass(each)}
@@ -108,7 +108,9 @@ def door(name: str) -> tuple[TomlFile, set[str]]:
     if name in TRAINERS:
         trainer: Any = getattr(stretto, name)
         config = {field.name for field in fields(trainer.config_class)}
-        return base.words_of(trainer), config | {*inspect.signature(trainer.__init__).parameters}
+        return base_trainer.words_of(trainer), config | {
+            *inspect.signature(trainer.__init__).parameters
+        }
     if name in FUNCTIONS:
         taken = inspect.signature(getattr(stretto, name)).parameters
         changes = any(each.kind is each.VAR_KEYWORD for each in taken.values())

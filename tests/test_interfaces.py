@@ -29,7 +29,7 @@ from stretto.interfaces import (
     through,
     worded,
 )
-from stretto.trl import base
+from stretto.trl import base_trainer
 from stretto.trl.config import CONFIGS, SETS
 
 SOURCE = Path(stretto.__file__).parent
@@ -48,7 +48,7 @@ NO_MESSAGES = {
     "observe/report/style.py": "CSS",
     "observe/report/timeline.py": "CSS",
     "pipelines/draw.py": "CSS",
-    "trl/base.py": "the table of calls",
+    "trl/base_trainer.py": "the table of calls",
     "workers/ray_cluster.py": "commands of Ray",
 }
 """Files with words of the shell that are no messages, and the reason."""
@@ -84,7 +84,7 @@ TRAIN = [f"--{name.replace('_', '-')}" for name in recipes.setting_names()]
 def scripts() -> dict[str, Python]:
     """The words of scripts for each of TRL's trainers."""
     trainers = [getattr(stretto, kind.__name__.replace("Config", "Trainer")) for kind in CONFIGS]
-    return {trainer.__name__: base.words_of(trainer) for trainer in trainers}
+    return {trainer.__name__: base_trainer.words_of(trainer) for trainer in trainers}
 
 
 def test_messages_outside_the_command_line_quote_its_words() -> None:

@@ -24,7 +24,7 @@ from stretto.api import begin, changed
 from stretto.cli.main import main
 from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, ModelError, StrettoError, TaskError
-from stretto.evaluation.answers import generate as generate_each
+from stretto.evaluation.generation import generate as generate_each
 from stretto.observe.progress import NoProgress
 from stretto.planner.formulas import priced
 from stretto.runtime.sim.cluster import Cluster

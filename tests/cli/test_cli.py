@@ -20,7 +20,7 @@ from stretto.cli.main import COMMANDS, main
 from stretto.cli.settings import COMMON
 from stretto.config import Config, ModelConfig, SftConfig, TaskConfig, recipes
 from stretto.errors import RewardError
-from stretto.evaluation import EvalResult, answers
+from stretto.evaluation import EvalResult, generation
 from stretto.observe import RunDirectory
 from stretto.tasks import TaskRow
 from stretto.testing import contracts
@@ -66,21 +66,21 @@ class Runtime:
 
     def generate(
         self, config: ModelConfig, rows: list[TaskRow], task: TaskConfig, options: Any, **rest: Any
-    ) -> Iterator[answers.Answer]:
+    ) -> Iterator[generation.Answer]:
         prompts = [row.prompt for row in rows]
         about = {"config": config, "prompts": prompts, "task": task, "options": options}
         self.calls.append({**about, **rest})
         each = options.samples_per_prompt
         for number in reversed(range(len(prompts) * each)):
             text = str(prompts[number // each]).upper()
-            yield answers.Answer(number, text, 2, FinishReason.LENGTH)
+            yield generation.Answer(number, text, 2, FinishReason.LENGTH)
 
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     fake = Runtime()
     monkeypatch.setattr(evaluation, "evaluate", fake.evaluate)
-    monkeypatch.setattr(answers, "generate", fake.generate)
+    monkeypatch.setattr(generation, "generate", fake.generate)
     monkeypatch.setattr(runs, "train", fake.train)
     for checked in ("api.training.check_run", "api.training.check_supervised"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)

@@ -16,9 +16,9 @@ from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.bridge import Bridge
 from stretto.environments.templates import Shape
 from stretto.errors import ConfigError, TaskError
-from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
+from stretto.tasks.task import TaskRow
 from stretto.types import Message
 from template_helpers import FAMILIES, TOOLS, bridge_of, tokenizer_of
 

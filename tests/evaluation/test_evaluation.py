@@ -35,10 +35,10 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
-from stretto.evaluation.answers import answer, generate, open_engine
+from stretto.evaluation.generation import answer, generate, open_engine
 from stretto.evaluation.gold import compare, end_tokens_of, reference_text, standard_error
 from stretto.evaluation.harness import FEWSHOT
-from stretto.evaluation.llm import Verdict, counted, open_judge, parse
+from stretto.evaluation.llm_judge import Verdict, counted, open_judge, parse
 from stretto.evaluation.measures import describe_rows, measured_on
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory

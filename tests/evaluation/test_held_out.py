@@ -19,8 +19,8 @@ from stretto.evaluation.measures import measured_on, questions
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.tasks.base import TaskRow, content, is_held_out
 from stretto.tasks.prompts import PromptSource
+from stretto.tasks.task import TaskRow, content, is_held_out
 from stretto.types import Message
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

@@ -16,12 +16,12 @@ from stretto import evaluation, tasks
 from stretto.cli.main import main
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.errors import ConfigError, RewardError, StrettoError, TaskError
-from stretto.evaluation.answers import answer, open_engine
+from stretto.evaluation.generation import answer, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
 from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import PromptSource
-from stretto.tasks.supervised import read_pairs
+from stretto.tasks.supervised_rows import read_pairs
 from stretto.types import FinishReason
 
 JUDGE = """

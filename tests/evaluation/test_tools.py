@@ -28,8 +28,8 @@ from stretto.config import (
 from stretto.environments.running import Runner
 from stretto.environments.tools import Results, ToolSet
 from stretto.errors import ConfigError
-from stretto.evaluation import answers, measures
-from stretto.evaluation.answers import Answer, generate
+from stretto.evaluation import generation, measures
+from stretto.evaluation.generation import Answer, generate
 from stretto.tasks import TaskRow
 from stretto.types import Chunk, Decoded, FinishReason, Response
 from template_helpers import tokenizer_of
@@ -101,9 +101,9 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, talker: Talker, **environment: Any) -> list[Answer]:
-    monkeypatch.setattr(answers, "open_engine", lambda *given: (talker, None))
-    monkeypatch.setattr(answers, "load_tokenizer", lambda *given, **more: talker.tokenizer)
-    monkeypatch.setattr(answers, "resolve", lambda *given: Path("model"))
+    monkeypatch.setattr(generation, "open_engine", lambda *given: (talker, None))
+    monkeypatch.setattr(generation, "load_tokenizer", lambda *given, **more: talker.tokenizer)
+    monkeypatch.setattr(generation, "resolve", lambda *given: Path("model"))
     config = ModelConfig(name="tiny", dtype="float32", device="cpu")
     options = RolloutConfig(batch=1, samples_per_prompt=1, max_new_tokens=200)
     sources = {"sources": ("tools.py:add",), **environment}
@@ -145,8 +145,8 @@ def test_generate_prints_turns_calls_and_results(
 ) -> None:
     def said(**options: str) -> str:
         talker = Talker(f"I call.\n{CALL}", "It is 5.")
-        monkeypatch.setattr(answers, "open_engine", lambda *given: (talker, None))
-        monkeypatch.setattr(answers, "load_tokenizer", lambda *given, **more: talker.tokenizer)
+        monkeypatch.setattr(generation, "open_engine", lambda *given: (talker, None))
+        monkeypatch.setattr(generation, "load_tokenizer", lambda *given, **more: talker.tokenizer)
         more = [text for name, value in options.items() for text in (f"--{name}", value) if text]
         asked = ["--model", "tiny", "--dtype", "float32", "--tools", "tools.py:add", *more]
         assert main(["generate", *asked, "What is 2 + 3?"]) == 0
@@ -259,8 +259,8 @@ def test_an_environment_that_cannot_be_opened_says_what_its_row_has(
     why = answer.episode.log[-1].record["failure"]
     assert "KeyError" in why
     assert "its row has no columns" in why
-    monkeypatch.setattr(answers, "open_engine", lambda *given: (Talker(), None))
-    monkeypatch.setattr(answers, "load_tokenizer", lambda *given, **more: Talker().tokenizer)
+    monkeypatch.setattr(generation, "open_engine", lambda *given: (Talker(), None))
+    monkeypatch.setattr(generation, "load_tokenizer", lambda *given, **more: Talker().tokenizer)
     assert main(["generate", "x", "--model", "tiny", "--tools", "mine.py:Other"]) == 2
     assert "stretto: error: --tools: '" in capsys.readouterr().err
 

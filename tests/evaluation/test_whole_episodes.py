@@ -11,7 +11,7 @@ import pytest
 
 from raising import raises
 from stretto.errors import EpisodeLostError
-from stretto.evaluation.episodes import Episode, completed_episodes
+from stretto.evaluation.episode_generation import Episode, completed_episodes
 from stretto.rollout.base import Engine
 from stretto.schedules.rollout import Rollout
 from stretto.types import (

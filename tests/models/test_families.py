@@ -26,7 +26,7 @@ from scorer_helpers import stream
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.models.cached import (
     CHECKED,
     CachedPass,

@@ -26,7 +26,7 @@ from engine_helpers import plain_logprobs
 from stretto import Config
 from stretto.config import RolloutConfig
 from stretto.errors import StrettoError
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.models.heads import critic_from_actor, scalar_head
 from stretto.models.info import language_auto
 from stretto.models.load import load_causal_lm, load_sequence_classifier, save_model

@@ -47,7 +47,7 @@ from raising import raises
 from rounding import rounding
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.models import devices
 from stretto.models.cached import SlotCache
 from stretto.models.devices import PackedLinears

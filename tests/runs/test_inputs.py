@@ -22,7 +22,7 @@ from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.runs.loop import Inputs
 from stretto.schedules.rollout import Rollout
-from stretto.tasks.base import fingerprints
+from stretto.tasks.task import fingerprints
 from stretto.types import Prompt
 
 

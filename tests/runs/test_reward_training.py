@@ -31,10 +31,10 @@ from stretto.observe.progress import NoProgress
 from stretto.runs.finetuning import train_reward_model
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
-from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised import Pair, PairTokens, read_pairs, tokens_of
+from stretto.tasks.supervised_rows import Pair, PairTokens, read_pairs, tokens_of
+from stretto.tasks.task import TaskRow
 from stretto.testing import make_chunk
 from stretto.training.supervised import BradleyTerry, Preferences, hold_out, train
 from stretto.types import FinishReason, Message

@@ -25,7 +25,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs.finetuning import sft
 from stretto.tasks.responses import Example, PromptLayout
-from stretto.tasks.supervised import example_of, read_demonstrations
+from stretto.tasks.supervised_rows import example_of, read_demonstrations
 from stretto.training.supervised import CrossEntropy, batches, hold_out, pack, train, updates
 from stretto.training.trained import TrainedModel
 

@@ -36,7 +36,7 @@ from stretto import runs
 from stretto.config import Config, recipes
 from stretto.config.algorithm import ALGORITHMS
 from stretto.config.schedule import PRESETS
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint

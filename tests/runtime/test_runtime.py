@@ -34,7 +34,7 @@ from stretto.assembly.parts import warmup_examples
 from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import ConfigError, RewardError, StateError, TaskError
-from stretto.evaluation.answers import generate
+from stretto.evaluation.generation import generate
 from stretto.evaluation.measures import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer

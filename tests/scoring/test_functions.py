@@ -41,8 +41,8 @@ from stretto.scoring.conventions import convention_of
 from stretto.scoring.functions import Answers, FunctionScorer
 from stretto.scoring.responses import response_text
 from stretto.scoring.worker import open_function
-from stretto.tasks.base import TaskRow, fingerprint
 from stretto.tasks.prompts import render
+from stretto.tasks.task import TaskRow, fingerprint
 from stretto.types import FinishReason, Message, Prompt, Score
 from stretto.workers import child as child_processes
 
@@ -405,7 +405,7 @@ def answers_file(tmp_path: Path, answer: str) -> TaskConfig:
 def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.tasks.base.TIME_LIMIT_S", 1)
+    monkeypatch.setattr("stretto.tasks.task.TIME_LIMIT_S", 1)
     config = answers_file(tmp_path, "12")
     verifier = open_function({"task": config.model_dump(), "seed": 0})
     row = {"index": 0, "fingerprint": fingerprint(tasks.load(config, 0).row(0).data)}

@@ -30,11 +30,11 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.scoring.retokenise import ConversationReader
-from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import MARK, Encoder
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised import Demonstration, example_of
+from stretto.tasks.supervised_rows import Demonstration, example_of
+from stretto.tasks.task import TaskRow
 from stretto.testing.contracts import scores_of
 from stretto.types import FinishReason, Message, Prompt
 

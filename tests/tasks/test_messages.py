@@ -12,10 +12,10 @@ from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto.config import TaskConfig
 from stretto.errors import TaskError
-from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder, with_parsed_arguments
 from stretto.tasks.messages import as_messages, cell_of, prompt_of, tools_in
 from stretto.tasks.prompts import render
+from stretto.tasks.task import TaskRow
 from stretto.types import Message
 
 ARGUMENTS = (

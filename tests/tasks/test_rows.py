@@ -16,9 +16,9 @@ from stretto import tasks
 from stretto.api.training import write_rows
 from stretto.config import TaskConfig
 from stretto.errors import TaskError
-from stretto.tasks.base import Task, TaskRow
 from stretto.tasks.prompts import PromptSource
 from stretto.tasks.tables import ROWS_FOLDER
+from stretto.tasks.task import Task, TaskRow
 from stretto.types import Message
 
 ALTERNATING = (

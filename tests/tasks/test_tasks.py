@@ -19,9 +19,9 @@ from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
-from stretto.tasks.base import INDEX_KEY, TaskRow, extract, fingerprint, same_answer
 from stretto.tasks.procedural import WORDS, ChainSum, SpellBackward
 from stretto.tasks.prompts import PromptSource, render
+from stretto.tasks.task import INDEX_KEY, TaskRow, extract, fingerprint, same_answer
 from stretto.types import Message
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
@@ -101,7 +101,7 @@ def test_a_comparison_out_of_the_main_thread_is_refused_not_judged_wrong() -> No
 def test_a_comparison_that_takes_too_long_is_wrong_and_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("stretto.tasks.base.TIME_LIMIT_S", 1)
+    monkeypatch.setattr("stretto.tasks.task.TIME_LIMIT_S", 1)
     with pytest.raises(TimeoutError, match="within 1 s"):
         same_answer("12", "9**9**9**9", bare=False)
     path = tmp_path / "rows.jsonl"

@@ -26,7 +26,7 @@ from stretto.tasks.encode import Encoder
 from stretto.tasks.messages import arguments_in
 from stretto.tasks.prompts import refuse_templated, render
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised import Demonstration, example_of
+from stretto.tasks.supervised_rows import Demonstration, example_of
 from stretto.types import Message, Prompt, Response
 
 THINKS = (

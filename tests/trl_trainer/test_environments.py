@@ -15,7 +15,7 @@ from stretto.errors import ConfigError, TaskError
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import make_tiny
 from stretto.trl import GRPOConfig, GRPOTrainer
-from stretto.trl.objects import answering
+from stretto.trl.trainer_inputs import answering
 
 ROWS = [{"prompt": [{"role": "user", "content": f"open {n}"}], "code": n} for n in range(4)]
 

@@ -42,7 +42,7 @@ from stretto.errors import ConfigError, ModelError, StateError, StrettoError, Ta
 from stretto.trl import arguments
 from stretto.trl.callbacks import as_trl_names, means_of
 from stretto.trl.config import REFUSALS, REMARKS, TrlConfig
-from stretto.trl.objects import PromptTask, rewards_of
+from stretto.trl.trainer_inputs import PromptTask, rewards_of
 
 ROWS = [{"prompt": f"say {word}", "answer": word} for word in ("cat", "dog", "horse", "cow")]
 SHARED: Mapping[str, Any] = {

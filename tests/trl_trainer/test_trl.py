@@ -44,7 +44,7 @@ from stretto.machine import usable_cores
 from stretto.trl import arguments
 from stretto.trl.arguments import OPTIMIZERS
 from stretto.trl.config import CONFIGS, HEEDED, REFUSALS, REMARKS, TrlConfig
-from stretto.trl.objects import TokenTask, missing_eos
+from stretto.trl.trainer_inputs import TokenTask, missing_eos
 
 WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")
 STEPS, BATCH, TOKENS = 12, 16, 6

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from raising import raises
 from stretto import GRPOConfig, GRPOTrainer
 from stretto.errors import ConfigError, MissingExtraError
-from stretto.trl import objects
+from stretto.trl import trainer_inputs
 
 ROWS = [{"prompt": "say cat"}, {"prompt": "say dog"}]
 LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -47,13 +47,13 @@ TARGETS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 def test_targets_are_the_layers_that_peft_would_adapt(
     given: dict[str, Any], targets: tuple[str, ...], policy: Any
 ) -> None:
-    found = objects.lora_settings(LoraConfig(**given), policy)["lora_targets"]
+    found = trainer_inputs.lora_settings(LoraConfig(**given), policy)["lora_targets"]
     assert found == tuple(sorted(targets))
 
 
 def test_a_pattern_that_fits_no_layer_is_refused(policy: Any) -> None:
     with raises(ConfigError, "no-adapters-there", "'q_proj'", "lm_head"):
-        objects.lora_settings(LoraConfig(target_modules="q_proj"), policy)
+        trainer_inputs.lora_settings(LoraConfig(target_modules="q_proj"), policy)
 
 
 def trainer(folder: Path, out: Path, model: Any = "", **parts: Any) -> GRPOTrainer:
@@ -73,7 +73,7 @@ def test_dropout_of_adapters_is_said_to_have_no_effect(
 ) -> None:
     trainer(tiny_folder, tmp_path, peft_config=LoraConfig(r=2, lora_dropout=0.05)).train()
     assert "without effect: lora_dropout = 0.05" in "".join(capsys.readouterr())
-    assert objects.lora_notes(LoraConfig()) == objects.lora_notes(None) == []
+    assert trainer_inputs.lora_notes(LoraConfig()) == trainer_inputs.lora_notes(None) == []
 
 
 IN_4_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # type: ignore[no-untyped-call]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from stretto.assembly.models import Overrides
     from stretto.evaluation import Benchmark, EvalResult, LabelResult, LlmJudge, Measured
-    from stretto.evaluation.answers import Answer
+    from stretto.evaluation.generation import Answer
 
 
 @in_python
@@ -310,7 +310,7 @@ def answers(
             check_measured(Config.model_construct(model=config), config.name, rows=False)
     with working(on_stderr, LOADING):
         from stretto.assembly.models import NO_OVERRIDES
-        from stretto.evaluation.answers import generate
+        from stretto.evaluation.generation import generate
 
     waiting: dict[int, Answer] = {}
     turn, model_overrides = 0, overrides or NO_OVERRIDES

@@ -16,7 +16,7 @@ from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError, EngineError, StateError
-from stretto.evaluation.episodes import Tools
+from stretto.evaluation.episode_generation import Tools
 from stretto.interfaces import in_python
 from stretto.models.backend import fastest_dtype, pick_device
 from stretto.models.forward import positions

@@ -21,7 +21,7 @@ from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken, require_libraries
 from stretto.planner import fitting
 from stretto.tasks import Task
-from stretto.tasks.supervised import read_demonstrations, read_pairs
+from stretto.tasks.supervised_rows import read_demonstrations, read_pairs
 from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from stretto.tasks.encode import Encoder
 
 if TYPE_CHECKING:
     from stretto.api.policies import Conversation, Policy
-    from stretto.evaluation.answers import Answer
+    from stretto.evaluation.generation import Answer
 
 
 ToolNames = Annotated[Sequence[str], arg(metavar="FILE.py:NAME")]
@@ -200,7 +200,7 @@ def command_chat(
     check_model(model)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
-        from stretto.evaluation.episodes import Tools
+        from stretto.evaluation.episode_generation import Tools
     policy = open_policy(
         model,
         rollout,

@@ -22,7 +22,7 @@ from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
 from stretto.plain import plain
 from stretto.scoring.conventions import as_number
-from stretto.tasks.base import INDEX_KEY
+from stretto.tasks.task import INDEX_KEY
 from stretto.types import Observation, Response, episode_of
 from stretto.workers.child import ProcessLostError
 

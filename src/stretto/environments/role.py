@@ -18,8 +18,8 @@ from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.plain import plain
 from stretto.scoring.conventions import Verdict
 from stretto.scoring.functions import FunctionScorer
-from stretto.tasks.base import INDEX_KEY
 from stretto.tasks.messages import TOOLS, arguments_in, tools_in
+from stretto.tasks.task import INDEX_KEY
 from stretto.types import (
     FORKS,
     FinishReason,

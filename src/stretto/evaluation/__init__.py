@@ -3,7 +3,7 @@
 from stretto.evaluation.gold import WinRate, open_gold
 from stretto.evaluation.harness import Benchmark, benchmark
 from stretto.evaluation.labels import LabelResult, label_pairs, label_responses
-from stretto.evaluation.llm import Judgement, LlmJudge
+from stretto.evaluation.llm_judge import Judgement, LlmJudge
 from stretto.evaluation.measures import (
     EvalResult,
     HeldOut,

@@ -25,7 +25,7 @@ from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.scoring.streaming import CodeScorer
-from stretto.tasks.base import INDEX_KEY
+from stretto.tasks.task import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score
 
 Gold = CodeScorer | RewardModelScorer

@@ -26,7 +26,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.answers import answer, open_engine
+from stretto.evaluation.generation import answer, open_engine
 from stretto.evaluation.gold import as_rollout, end_tokens_of, open_gold, score_all
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -37,7 +37,7 @@ from stretto.scoring.responses import response_text
 from stretto.tasks.encode import utf8
 from stretto.tasks.messages import as_prompt
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised import Turns, attempt, attempt_rows, cells_of, read_pairs
+from stretto.tasks.supervised_rows import Turns, attempt, attempt_rows, cells_of, read_pairs
 from stretto.tasks.tables import Row, of_row, read
 from stretto.types import FinishReason, Prompt
 

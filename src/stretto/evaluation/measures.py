@@ -1,6 +1,6 @@
 """Measures of a policy's responses to prompts that training leaves out.
 
-Rows are distinguished by their content (:mod:`stretto.tasks.base`), never by seed or index.
+Rows are distinguished by their content (:mod:`stretto.tasks.task`), never by seed or index.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from stretto.config.sections import reward_source
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
-from stretto.evaluation.answers import answer, open_engine
-from stretto.evaluation.episodes import played
+from stretto.evaluation.episode_generation import played
+from stretto.evaluation.generation import answer, open_engine
 from stretto.evaluation.gold import Gold, WinRate, reference_text, score_all, standard_error
-from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
+from stretto.evaluation.llm_judge import Judgement, LlmJudge, open_judge
 from stretto.models.backend import pick_device
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import load_tokenizer
@@ -44,10 +44,10 @@ from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import same_tokenizer
 from stretto.scoring.responses import response_text
 from stretto.scoring.streaming import CodeScorer
-from stretto.tasks.base import RIGHT, content, is_held_out
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.tables import format_of
+from stretto.tasks.task import RIGHT, content, is_held_out
 from stretto.types import FinishReason, Prompt, sampled_of
 
 SEED = 1000

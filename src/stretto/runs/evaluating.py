@@ -25,7 +25,7 @@ from stretto.runtime.run import Run, start
 from stretto.saying import Say
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.rollout import Rollout, by_episodes, reasons_to_reject, train_batch
-from stretto.tasks.base import RIGHT
+from stretto.tasks.task import RIGHT
 from stretto.training.collate import describe
 from stretto.types import FinishReason
 from stretto.workers.drive import drive

@@ -27,7 +27,7 @@ from stretto.observe.notebook import html_of
 from stretto.runs.ending import saved_at_the_end
 from stretto.saying import Saying
 from stretto.tasks.responses import Example, PromptLayout
-from stretto.tasks.supervised import (
+from stretto.tasks.supervised_rows import (
     PairTokens,
     attempt,
     example_of,

@@ -34,8 +34,8 @@ from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout, Step
 from stretto.schedules.schedule import Schedule
 from stretto.scoring.responses import response_text, spelt_out
-from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
+from stretto.tasks.task import SHA256
 from stretto.types import Stats
 from stretto.workers.drive import drive
 

@@ -26,7 +26,7 @@ from stretto.plain import form
 from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
 from stretto.scoring.responses import ResponseScorer, response_text
 from stretto.scoring.worker import ready
-from stretto.tasks.base import INDEX_KEY, fingerprint
+from stretto.tasks.task import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
 from stretto.workers.child import (
     START_LIMIT_S,

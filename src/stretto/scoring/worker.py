@@ -84,7 +84,7 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
     from stretto.config import TaskConfig
     from stretto.tasks import load
-    from stretto.tasks.base import fingerprint
+    from stretto.tasks.task import fingerprint
 
     task = load(TaskConfig.model_validate(settings), seed)
     task.require_verifier()

@@ -44,9 +44,9 @@ from stretto.serving.requests import (
 )
 from stretto.serving.streams import EngineClient, Request, Stream
 from stretto.serving.texts import GrowingText
-from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
+from stretto.tasks.task import TaskRow
 from stretto.types import FinishReason, Message
 
 if TYPE_CHECKING:

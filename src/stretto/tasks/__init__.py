@@ -5,9 +5,9 @@ from __future__ import annotations
 from stretto.config import TaskConfig
 from stretto.errors import TaskError
 from stretto.saying import Say, silent, working
-from stretto.tasks.base import INDEX_KEY, Task, TaskRow
 from stretto.tasks.procedural import ProceduralTask, ReasoningTask
 from stretto.tasks.tables import Gsm8kTask, TableTask
+from stretto.tasks.task import INDEX_KEY, Task, TaskRow
 
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from stretto.config import TaskConfig
 from stretto.errors import TaskError, nearest, require
-from stretto.tasks.base import Task, TaskRow, extract
+from stretto.tasks.task import Task, TaskRow, extract
 
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of runs, so that rows, drawn with seed + i, are not shared."""

@@ -15,10 +15,10 @@ import numpy as np
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.saying import Say, working
-from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.tasks.encode import Encoder, template_accepts
 from stretto.tasks.messages import SYSTEM, TOOLS, arguments_in, system_in, tools_in
 from stretto.tasks.tables import TableTask, of_row
+from stretto.tasks.task import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:

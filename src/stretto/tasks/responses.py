@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
-from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder, template_accepts, utf8
 from stretto.tasks.messages import TOOLS, arguments_in, tools_in
 from stretto.tasks.prompts import render
+from stretto.tasks.task import TaskRow
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from stretto import hub
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError, nearest, require
 from stretto.plain import parse, plain
-from stretto.tasks.base import INDEX_KEY, Task, TaskRow, extract, fingerprints, same_answer
 from stretto.tasks.messages import PROMPTS, as_demonstration, cell_of, prompt_of
+from stretto.tasks.task import INDEX_KEY, Task, TaskRow, extract, fingerprints, same_answer
 
 Row = dict[str, Any]
 

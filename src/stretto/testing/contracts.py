@@ -12,7 +12,7 @@ from torch import nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.models.backend import backend_of
 from stretto.models.heads import critic_from_actor, scalar_head
 from stretto.models.weights import fingerprint

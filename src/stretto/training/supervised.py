@@ -28,7 +28,7 @@ from stretto.models import forward
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.tasks.responses import Example
-from stretto.tasks.supervised import PairTokens
+from stretto.tasks.supervised_rows import PairTokens
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Stats
 

@@ -6,7 +6,7 @@ A script imports ``GRPOConfig`` and ``GRPOTrainer`` from ``stretto`` instead of 
 """
 
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
-from stretto.trl.ppo import PPOTrainer
+from stretto.trl.ppo_trainer import PPOTrainer
 from stretto.trl.trainer import GRPOTrainer, OnlineDPOTrainer, RLOOTrainer
 
 __all__ = [

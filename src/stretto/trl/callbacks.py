@@ -12,7 +12,7 @@ from transformers.trainer_callback import CallbackHandler
 from stretto.observe.run_directory import EVALUATED, SCORE
 
 if TYPE_CHECKING:
-    from stretto.trl.base import BaseTrainer
+    from stretto.trl.base_trainer import BaseTrainer
 
 METRICS = {
     "loss": "loss/policy_avg",

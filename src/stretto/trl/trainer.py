@@ -18,10 +18,10 @@ from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.saying import silent
-from stretto.trl import arguments, objects
-from stretto.trl.base import BaseTrainer, in_script
+from stretto.trl import arguments, trainer_inputs
+from stretto.trl.base_trainer import BaseTrainer, in_script
 from stretto.trl.config import GRPOConfig, OnlineDPOConfig, RLOOConfig, TrlConfig
-from stretto.trl.objects import PromptTask
+from stretto.trl.trainer_inputs import PromptTask
 
 LONGEST_OPENING = 2048
 """Token limit of an environment's prompts for rows without one, if the model has enough positions.
@@ -52,21 +52,21 @@ class _PromptsTrainer(BaseTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        objects.refuse(None, optimizers, rollout_func=rollout_func)
+        trainer_inputs.refuse(None, optimizers, rollout_func=rollout_func)
         model_name = model if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
         kind = self.config_class
         if args is None:
             name = type(self).__name__.removesuffix("Trainer")
             args = kind(f"{Path(model_name).name or 'trainer_output'}-{name}")
-        objects.check_args(args, kind, type(self).__name__)
+        trainer_inputs.check_args(args, kind, type(self).__name__)
         arguments.check(args)
-        objects.check_objects(model, processing_class, callbacks)
+        trainer_inputs.check_objects(model, processing_class, callbacks)
         rows, sizes = self._rows_and_sizes(args, train_dataset, environment_factory)
         torch.manual_seed(args.seed)
         policy: Any = model
         if isinstance(policy, str):
             quantized = {"quantization_config": quantization_config} if quantization_config else {}
-            policy = objects.load(AutoModelForCausalLM, policy, args, **quantized)
+            policy = trainer_inputs.load(AutoModelForCausalLM, policy, args, **quantized)
         elif quantization_config is not None:
             raise ConfigError(
                 "quantization_config is for a model that is loaded by its name, and this one is "
@@ -83,7 +83,7 @@ class _PromptsTrainer(BaseTrainer):
             tokenizer.pad_token = tokenizer.eos_token
         template_arguments = arguments.template_arguments(args)
         max_environments = arguments.environments(args, sizes)
-        answers = objects.answering(
+        answers = trainer_inputs.answering(
             tools, environment_factory, tokenizer, template_arguments, max_environments
         )
         if environment_factory is not None:
@@ -91,20 +91,20 @@ class _PromptsTrainer(BaseTrainer):
             opening = max(1, int(min(LONGEST_OPENING, context_length - args.max_completion_length)))
             answers = replace(answers, opening=opening)
         self._answering = answers
-        rewards = objects.Rewards()
+        rewards = trainer_inputs.Rewards()
         if reward_funcs is not None or not answers.rewards:
-            rewards = objects.rewards_of(reward_funcs, reward_processing_classes, args)
+            rewards = trainer_inputs.rewards_of(reward_funcs, reward_processing_classes, args)
         models = {"model": policy, "ref_model": self._reference}
         models |= {source: judge for source, (judge, _) in rewards.models.items()}
         models = {name: module for name, module in models.items() if module is not None}
-        objects.check_shared(models)
+        trainer_inputs.check_shared(models)
         task = PromptTask(rows, tokenizer, "train_dataset", answers, template_arguments)
         self.eval_dataset = eval_dataset
         if arguments.evaluates(args):
             if eval_dataset is None:
                 text = f"eval_strategy = '{args.eval_strategy}' needs eval_dataset; give it"
                 raise ConfigError(text, "no-eval-dataset")
-            held_out = objects.rows_of(eval_dataset, "eval_dataset", 0)
+            held_out = trainer_inputs.rows_of(eval_dataset, "eval_dataset", 0)
             self._held_out = PromptTask(
                 held_out, tokenizer, "eval_dataset", answers, template_arguments
             )
@@ -128,11 +128,11 @@ class _PromptsTrainer(BaseTrainer):
         sizes = arguments.fill_in_sizes(args, 0)
         if rows is None:
             count = max(sizes.batch // args.num_generations, 1)
-            return [{objects.PROMPT: [objects.EMPTY]}] * count, sizes
+            return [{trainer_inputs.PROMPT: [trainer_inputs.EMPTY]}] * count, sizes
         count = arguments.prompts_of(args, sizes)
-        return objects.rows_of(rows, "train_dataset", count), sizes
+        return trainer_inputs.rows_of(rows, "train_dataset", count), sizes
 
-    def _describe_rewards(self, rewards: objects.Rewards) -> None:
+    def _describe_rewards(self, rewards: trainer_inputs.Rewards) -> None:
         """Set the attributes that TRL's scripts read. The environment's reward comes last."""
         judges: Any = [
             rewards.models.get(s, (rewards.functions.get(s), None)) for s in rewards.sources
@@ -203,7 +203,7 @@ class OnlineDPOTrainer(_PromptsTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
     ) -> None:
-        objects.refuse(
+        trainer_inputs.refuse(
             data_collator,
             optimizers,
             compute_metrics=compute_metrics,

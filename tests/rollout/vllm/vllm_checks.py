@@ -20,7 +20,7 @@ from engine_helpers import WAITS, episodes, play
 from helpers import llama
 from stretto.config import ModelConfig, RolloutConfig
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import completed
+from stretto.evaluation.generation import completed
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.base import EngineSettings

@@ -35,11 +35,11 @@ from stretto.runs import TrainResult
 from stretto.runs.checkpoint import newest
 from stretto.runs.evaluating import answer_all, figures
 from stretto.schedules.rollout import Rollout
-from stretto.trl import arguments, checkpoints, objects
+from stretto.trl import arguments, checkpoints, trainer_inputs
 from stretto.trl.callbacks import after_step, evaluated, means_of, never_called
 from stretto.trl.compat import require_called, require_named
 from stretto.trl.config import IN_SCRIPTS, SETS, TrlConfig
-from stretto.trl.objects import Answering, PromptTask, Rewards, TokenTask
+from stretto.trl.trainer_inputs import Answering, PromptTask, Rewards, TokenTask
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,16 +139,16 @@ class BaseTrainer:
         self._task = task
         self.train_dataset = task
         self.sizes = sizes
-        dtype = objects.bring_to_dtype(models, args)
+        dtype = trainer_inputs.bring_to_dtype(models, args)
         data = arguments.settings(args, sizes, task.longest, dtype)
         data["task"]["chat"] = task.chat
         data["model"]["name"] = str(
             getattr(self.model, "name_or_path", "") or type(self.model).__name__
         )
-        self._notes = objects.lora_notes(peft_config)
+        self._notes = trainer_inputs.lora_notes(peft_config)
         if peft_config is not None:
-            data["model"] |= objects.lora_settings(peft_config, self.model)
-        elif objects.is_quantized(self.model) and not hasattr(self.model, "peft_config"):
+            data["model"] |= trainer_inputs.lora_settings(peft_config, self.model)
+        elif trainer_inputs.is_quantized(self.model) and not hasattr(self.model, "peft_config"):
             raise ConfigError(
                 "the model's weights are in 4 bits, and only adapters beside them can be trained; "
                 "give peft_config",
@@ -339,7 +339,7 @@ class BaseTrainer:
         return rows
 
     def _read_prompts(self, rows: Any, name: str) -> PromptTask | TokenTask:
-        rows = objects.rows_of(rows, name, 0)
+        rows = trainer_inputs.rows_of(rows, name, 0)
         template_arguments = arguments.template_arguments(self.args)
         return PromptTask(rows, self.processing_class, name, self._answering, template_arguments)
 

@@ -14,7 +14,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
-from stretto.evaluation.episodes import Episode, Tools
+from stretto.evaluation.episode_generation import Episode, Tools
 from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -24,9 +24,9 @@ from stretto.rollout.registry import ENGINES, engine_of
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.responses import response_text
-from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
+from stretto.tasks.task import TaskRow
 from stretto.types import FinishReason, Prompt
 
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.models import Overrides
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, nearest
-from stretto.trl import arguments, objects
-from stretto.trl.base import BaseTrainer, in_script
+from stretto.trl import arguments, trainer_inputs
+from stretto.trl.base_trainer import BaseTrainer, in_script
 from stretto.trl.config import PPOConfig
-from stretto.trl.objects import Rewards, TokenTask
+from stretto.trl.trainer_inputs import Rewards, TokenTask
 
 REWARD_MODEL = "model:reward_model"
 """PPO's reward model among the reward sources."""
@@ -89,7 +89,7 @@ class PPOTrainer(BaseTrainer):
         )
         args, tokenizer, policy = (kwargs[n] for n in ("args", "processing_class", "model"))
         arguments.check(args)
-        objects.refuse(data_collator, optimizers)
+        trainer_inputs.refuse(data_collator, optimizers)
         if peft_config is not None and hasattr(policy, "merge_and_unload"):
             policy = policy.merge_and_unload()
             self._base_is_named = False
@@ -104,18 +104,18 @@ class PPOTrainer(BaseTrainer):
         models = {name: model for name, model in models.items() if model is not None}
         self.eval_dataset = eval_dataset
         self.processing_class = tokenizer
-        self._vocabulary = objects.check_models(models, tokenizer)
+        self._vocabulary = trainer_inputs.check_models(models, tokenizer)
         task = self._read_prompts(kwargs["train_dataset"], "train_dataset")
         if eval_dataset is not None:
             self._read_prompts(eval_dataset, "eval_dataset")
         if scored:
             rewards = Rewards([REWARD_MODEL], {}, {REWARD_MODEL: (self.reward_model, tokenizer)})
         else:
-            rewards = objects.rewards_of(self.reward_model, None, args)
+            rewards = trainer_inputs.rewards_of(self.reward_model, None, args)
         if args.missing_eos_penalty is not None and not arguments.stops(args):
             # Without a stop token no response ends by itself, so that a reward source must look for
             # it.
-            judge = objects.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
+            judge = trainer_inputs.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
             functions = {**rewards.functions, MISSING_EOS: judge}
             rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
         sizes = arguments.fill_in_sizes(args, len(task))
@@ -176,5 +176,5 @@ def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]
     for name, value in kwargs.items():
         if value is None and name != "ref_model":
             raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
-    objects.check_args(kwargs["args"], PPOConfig, "PPOTrainer")
+    trainer_inputs.check_args(kwargs["args"], PPOConfig, "PPOTrainer")
     return kwargs
