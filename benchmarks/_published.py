@@ -19,8 +19,8 @@ from stretto.pipelines.graph import (
     peak_memory,
 )
 from stretto.pipelines.listing import UNLIMITED, Rules, decode
+from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.search import Incumbent
 
 

@@ -30,8 +30,8 @@ import torch
 
 from _driver import IdleGenerator, IdleScorer
 from _shared import parse
-from stretto.config.cluster import generator_names
-from stretto.config.schedule import Settings
+from stretto.config.cluster_config import generator_names
+from stretto.config.knobs import Settings
 from stretto.observe.spans import Spans
 from stretto.protocols import RealClock
 from stretto.runtime.clients import GeneratorClient, ScorerClient

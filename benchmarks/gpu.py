@@ -53,7 +53,7 @@ from stretto.planner.measuring import MeasuredModel, Sizes, peaks, prefills, swa
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.placement import places
-from stretto.scoring.models import reference_scorer
+from stretto.scoring.model_scorers import reference_scorer
 from stretto.testing import contracts
 from stretto.training.sharded import Grid, ShardedModel
 from stretto.training.trained import LearningRate, TrainedModel

@@ -19,7 +19,7 @@ from typing import Any
 from _shared import parse
 from stretto import runs
 from stretto.config import ClusterConfig, Config, recipes
-from stretto.config.cluster import ProcessConfig
+from stretto.config.cluster_config import ProcessConfig
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 

@@ -30,7 +30,7 @@ import decode
 import ppo_step
 from _shared import parse
 from stretto import tasks
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.machine import Machine
 from stretto.models.load import load_tokenizer
 from stretto.tasks.prompts import PromptSource

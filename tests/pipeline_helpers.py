@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from stretto.pipelines.executor.stages import StageLayout
 from stretto.pipelines.graph import make_graph
+from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule
 
 
 def model(stages: int, pipelines: int, batches: int, **other: Any) -> ModelPipelines:

@@ -20,8 +20,8 @@ from stretto.models.logits import OutputHead, token_logprobs
 from stretto.pipelines.executor.executor import Outbox, PipelineExecutor, TaskWork, saved_bytes
 from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout
+from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import PipelineSchedule
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.controls import Controls
 from stretto.schedules.migration import FixedMigration, MigrationLimits

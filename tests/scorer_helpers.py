@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import ModelScorer
+from stretto.scoring.model_scorers import ModelScorer
 from stretto.testing.contracts import scores_of
 from stretto.types import FinishReason, Message, Prompt
 

@@ -17,7 +17,7 @@ import stretto
 from stretto import errors, interfaces
 from stretto.cli.main import COMMANDS, dispatch
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.config.cluster import ProcessConfig
+from stretto.config.cluster_config import ProcessConfig
 from stretto.interfaces import CALLS, SETTINGS, CommandLine, Python, TomlFile, worded
 from stretto.trl import base_trainer
 

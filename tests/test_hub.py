@@ -11,7 +11,7 @@ import pytest
 
 from raising import raises
 from stretto import hub
-from stretto.checks import run
+from stretto.checks import preflight
 from stretto.errors import ModelError, TaskError
 from stretto.models.info import load_config
 from stretto.models.load import load_tokenizer
@@ -83,7 +83,7 @@ def test_a_hub_that_is_silent_or_refuses_is_asked_once(
 
 def test_all_loads_from_the_hub_are_refused_at_once(silent_hub: str, cache: Path) -> None:
     with raises(TaskError, "hub-unreachable", "'owner/rows:default'"):
-        run.check_dataset("owner/rows:default")
+        preflight.check_dataset("owner/rows:default")
     path = resolve("owner/nowhere", silent)
     with raises(ModelError, "hub-unreachable", "'owner/nowhere'", "HF_TOKEN"):
         load_config(path, False)

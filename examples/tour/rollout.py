@@ -27,7 +27,7 @@ from stretto.models.tiny import make_tiny
 from stretto.rollout.base import Engine
 from stretto.saying import aligned
 from stretto.schedules.rollout import Rollout, train_batch
-from stretto.scoring.base import ModelScorer
+from stretto.scoring.base_scorer import ModelScorer
 from stretto.training.collate import collate
 from stretto.types import Prompt, TrainBatch
 

@@ -21,7 +21,7 @@ from stretto import runs
 from stretto.algorithms import ppo
 from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.registry import FUNCTIONS, Functions
-from stretto.checks.functions import check_algorithm
+from stretto.checks.user_functions import check_algorithm
 from stretto.config import AlgorithmConfig, Config, recipes
 from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
 from stretto.errors import ConfigError

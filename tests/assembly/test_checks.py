@@ -35,7 +35,7 @@ from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.run import Run, start
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import RewardModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer
 from stretto.tasks import load
 from stretto.testing.contracts import scores_of
 from stretto.types import FinishReason, Prompt

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raising import raises
-from stretto.checks import check_run, functions, run
+from stretto.checks import check_run, preflight, user_functions
 from stretto.config import Config, changes, recipes
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError
@@ -66,7 +66,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("text", WHOLE)
 def test_reward_functions_are_read_without_running_them(file: Path, text: str) -> None:
     file.write_text(f"{text}\nraise SystemExit('it ran')\n")
-    functions.check(reward_source(f"{file}:f"), ["prompt", "answer"])
+    user_functions.check(reward_source(f"{file}:f"), ["prompt", "answer"])
 
 
 @pytest.mark.parametrize(("text", "code", "fact"), WRONG)
@@ -75,7 +75,7 @@ def test_wrong_reward_functions_are_refused_without_running_them(
 ) -> None:
     file.write_text(f"{text}\nraise SystemExit('it ran')\n")
     with raises(ConfigError, code, fact):
-        functions.check(reward_source(f"{file}:f"), ["prompt", "answer"])
+        user_functions.check(reward_source(f"{file}:f"), ["prompt", "answer"])
 
 
 def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_less() -> None:
@@ -111,4 +111,4 @@ def test_a_dataset_that_was_fetched_needs_no_hub(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "datasets--owner--rows").mkdir()
-    run.check_dataset("owner/rows")
+    preflight.check_dataset("owner/rows")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raising import raises
-from stretto.checks import functions
+from stretto.checks import user_functions
 from stretto.environments.objects import named_objects
 from stretto.errors import ConfigError
 
@@ -62,7 +62,7 @@ WRONG = [
 def test_environments_are_read_without_running_them(tmp_path: Path, text: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{text}\nraise SystemExit('it ran')\n".replace("from elsewhere", "from ast"))
-    functions.check_environments([f"{file}:f"])
+    user_functions.check_environments([f"{file}:f"])
 
 
 @pytest.mark.parametrize(("text", "code"), WRONG)
@@ -72,7 +72,7 @@ def test_wrong_environments_are_refused_without_running_them(
     file = tmp_path / "mine.py"
     file.write_text(f"{text}\nraise SystemExit('it ran')\n")
     with raises(ConfigError, code):
-        functions.check_environments([f"{file}:f"])
+        user_functions.check_environments([f"{file}:f"])
 
 
 class Safe:

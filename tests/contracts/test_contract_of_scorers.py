@@ -24,7 +24,7 @@ from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.roles import SimScorer
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.testing import World, make_chunk
 from stretto.testing.contracts import chunk_of, scores_of
 

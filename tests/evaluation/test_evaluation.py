@@ -43,7 +43,7 @@ from stretto.evaluation.measures import describe_rows, measured_on
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.tasks import TaskRow
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Score

@@ -19,7 +19,7 @@ from stretto.errors import ConfigError, RewardError, StrettoError, TaskError
 from stretto.evaluation.generation import answer, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.tasks.prompts import PromptSource
 from stretto.tasks.supervised_rows import read_pairs
 from stretto.types import FinishReason

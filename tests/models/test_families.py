@@ -55,7 +55,7 @@ from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.steps import ModelPass
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import critic_scorer, reference_scorer
+from stretto.scoring.model_scorers import critic_scorer, reference_scorer
 from stretto.training.trained import training_mode
 from stretto.types import Prompt
 

@@ -50,7 +50,7 @@ from stretto.models.weights import fingerprint_of, with_own_structure, with_own_
 from stretto.observe import RunDirectory
 from stretto.planner.memory import NF4
 from stretto.saying import silent
-from stretto.scoring.models import reference_scorer
+from stretto.scoring.model_scorers import reference_scorer
 
 ROWS = [{"prompt": f"say {word}", "answer": word} for word in ("cat", "dog", "cow")]
 IDS = torch.arange(40).view(2, 20)

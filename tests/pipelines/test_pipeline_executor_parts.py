@@ -28,8 +28,8 @@ from stretto.pipelines.executor.instructions import (
 )
 from stretto.pipelines.executor.stages import Name, StageLayout, cut
 from stretto.pipelines.graph import make_graph
+from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule, evaluate
 
 # Instructions
 

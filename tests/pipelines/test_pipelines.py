@@ -28,8 +28,8 @@ from stretto.pipelines.graph import (
     latency_of,
     make_graph,
 )
+from stretto.pipelines.pipeline_schedule import BUBBLES, PipelineSchedule, evaluate, memory_curve
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import BUBBLES, PipelineSchedule, evaluate, memory_curve
 from stretto.pipelines.sizes import Parallel, make_problem
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())

@@ -18,8 +18,8 @@ from raising import raises
 from stretto.errors import ConfigError
 from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
 from stretto.pipelines.graph import capacity_units, earliest_starts, make_graph
+from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
 
 

@@ -37,8 +37,8 @@ from stretto.pipelines.graph import (
     peak_memory,
 )
 from stretto.pipelines.listing import UNLIMITED, decode, urgency
+from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.search import View, list_schedule
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve

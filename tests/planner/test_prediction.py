@@ -38,7 +38,7 @@ from stretto.runtime.sim.costs import (
 )
 from stretto.runtime.sim.lengths import Bimodal, LearningCurve, Uniform
 from stretto.runtime.sim.simulate import simulate
-from stretto.scoring.responses import worthwhile_tokens
+from stretto.scoring.response_buffer import worthwhile_tokens
 
 STEPS = 20
 

@@ -42,7 +42,7 @@ from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.simulate import simulate
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.responses import worthwhile_tokens
+from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import Prompt
 
 TWO_CORES = Machine("a CPU", 2, 2, (), "2.0")

@@ -16,7 +16,7 @@ from run_helpers import Notes, assert_same_run, run, settings
 from stretto import runs
 from stretto.assembly import parts
 from stretto.config import ClusterConfig, Config
-from stretto.config.cluster import ProcessConfig
+from stretto.config.cluster_config import ProcessConfig
 from stretto.observe import RunDirectory
 
 DIVIDED = ClusterConfig(

@@ -30,7 +30,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs.finetuning import train_reward_model
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import RewardModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.supervised_rows import Pair, PairTokens, read_pairs, tokens_of

@@ -29,7 +29,7 @@ from run_helpers import Killer, killed_by_ctrl_c, processes
 from stretto import runs
 from stretto.assembly.models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
-from stretto.config.cluster import ProcessConfig
+from stretto.config.cluster_config import ProcessConfig
 from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError
 from stretto.models.load import load_causal_lm, save_model
 from stretto.models.tiny import byte_tokenizer

@@ -35,7 +35,7 @@ from run_helpers import (
 from stretto import runs
 from stretto.config import Config, recipes
 from stretto.config.algorithm import ALGORITHMS
-from stretto.config.schedule import PRESETS
+from stretto.config.knobs import PRESETS
 from stretto.evaluation.generation import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress

@@ -18,7 +18,7 @@ from stretto.config import Config
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
-from stretto.scoring.models import TokenScorer
+from stretto.scoring.model_scorers import TokenScorer
 from stretto.types import Score
 
 

@@ -19,7 +19,7 @@ from run_helpers import settings
 from stretto.api.planning import PLANNED, variants_of
 from stretto.assembly.controls import Migrating, ScheduledRun, controls, controls_of
 from stretto.config import Config, ScheduleConfig, recipes
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk

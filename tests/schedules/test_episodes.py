@@ -15,7 +15,7 @@ import pytest
 
 from raising import raises
 from schedule_helpers import Setting, schedule_of
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import EpisodeLostError, RewardError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.evaluation import Evaluation

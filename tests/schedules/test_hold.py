@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raising import raises
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import ConfigError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.chunking import FixedChunk

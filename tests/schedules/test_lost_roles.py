@@ -10,7 +10,7 @@ import pytest
 
 from helpers import ManualClock
 from raising import raises
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.observe.spans import Spans
 from stretto.runtime.sim.faults import Faults, faulty

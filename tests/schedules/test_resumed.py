@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from schedule_helpers import Setting, schedule_of
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import RewardError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.rollout import Rollout, Step

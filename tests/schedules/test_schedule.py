@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raising import raises
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import LifecycleError, RewardError, StalledError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer

@@ -13,7 +13,7 @@ import pytest
 import stretto.schedules
 from raising import raises
 from schedule_helpers import Setting, schedule_of
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import StalledError
 from stretto.runtime.sim import loop
 from stretto.schedules.engines import Place

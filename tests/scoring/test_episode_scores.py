@@ -26,8 +26,8 @@ from scorer_helpers import begun, byte_rollout, byte_tokenizer, plain_score, rew
 from stretto.errors import ModelError
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.base import ModelScorer
-from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.scoring.base_scorer import ModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.types import CONTEXT, Chunk, FinishReason, Message, Observation, Prompt
 
 TOLERANCE = rounding(GRADIENT_TERMS)

@@ -11,7 +11,7 @@ from scorer_helpers import byte_tokenizer
 from stretto.config import TaskConfig
 from stretto.config.sections import reward_source
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.types import FinishReason, Message, Prompt, Response
 
 TOKENIZER = byte_tokenizer()

@@ -32,14 +32,14 @@ from helpers import ticket, told
 from raising import raises
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
-from stretto.checks.functions import check
+from stretto.checks.user_functions import check
 from stretto.config import TaskConfig
 from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.conventions import convention_of
 from stretto.scoring.functions import Answers, FunctionScorer
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.scoring.worker import open_function
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow, fingerprint

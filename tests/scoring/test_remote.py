@@ -16,7 +16,7 @@ from tenacity import wait_none
 
 from raising import raises
 from scorer_helpers import byte_rollout, byte_tokenizer
-from stretto.checks.functions import check
+from stretto.checks.user_functions import check
 from stretto.config import TaskConfig
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError

@@ -29,7 +29,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.runtime.run import Run
 from stretto.runtime.run import start as start_run
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import (
+from stretto.scoring.model_scorers import (
     RewardModelScorer,
     critic_scorer,
     reads_last_token,

@@ -37,8 +37,8 @@ from stretto.models.cached import CachedPass, SlotCache, slots_within
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.base import ModelScorer
-from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.scoring.base_scorer import ModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
 from stretto.testing.contracts import chunk_of
 from stretto.types import FinishReason, Message, Prompt

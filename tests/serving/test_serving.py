@@ -30,7 +30,7 @@ from stretto.errors import ConfigError, EngineError
 from stretto.models.load import load_causal_lm, load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.runs import checkpoint
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
 from stretto.serving.streams import AsyncEngine, Request, ThreadGenerator
 from stretto.serving.texts import GrowingText

@@ -28,7 +28,7 @@ from stretto.config import DemonstrationsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.models.tiny import byte_tokenizer
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import RewardModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer
 from stretto.scoring.retokenise import ConversationReader
 from stretto.tasks.encode import MARK, Encoder
 from stretto.tasks.prompts import render

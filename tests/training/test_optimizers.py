@@ -12,7 +12,7 @@ from torch import nn
 
 from raising import raises
 from stretto.config import recipes
-from stretto.config.training import OptimizerConfig, TrainingConfig
+from stretto.config.training_config import OptimizerConfig, TrainingConfig
 from stretto.errors import ConfigError, MissingExtraError
 from stretto.training.optimizers import make_optimizer
 from stretto.training.trained import LearningRate, TrainedModel

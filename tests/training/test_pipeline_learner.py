@@ -30,8 +30,8 @@ from stretto.errors import ConfigError, LearnerError, ModelError, RankError
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint
 from stretto.pipelines.baselines import one_f_one_b
+from stretto.pipelines.pipeline_schedule import evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import evaluate
 from stretto.training import pipelined
 from stretto.training.backprop import into_micro_batches
 from stretto.training.learner import PolicyLearner

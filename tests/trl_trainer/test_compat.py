@@ -23,7 +23,7 @@ from stretto import (
 from stretto.config import recipes
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.sections import TRACKERS
-from stretto.config.training import OptimizerConfig
+from stretto.config.training_config import OptimizerConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.trl import arguments
 from stretto.trl.config import CONFIGS, REFUSALS, REMARKS, SETS, TrlConfig

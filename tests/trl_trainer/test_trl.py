@@ -31,7 +31,7 @@ from run_helpers import lines
 from stretto import PPOConfig, PPOTrainer
 from stretto.assembly.models import made_ready
 from stretto.config import Config, recipes
-from stretto.config.cluster import ProcessConfig
+from stretto.config.cluster_config import ProcessConfig
 from stretto.errors import (
     ConfigError,
     ModelError,

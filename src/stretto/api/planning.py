@@ -15,7 +15,7 @@ from tyro.conf import arg
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
 from stretto.bounds import checked, kinds
-from stretto.checks.functions import check_algorithm
+from stretto.checks.user_functions import check_algorithm
 from stretto.config import (
     AlgorithmConfig,
     Config,
@@ -195,7 +195,7 @@ def variants_of(own: ScheduleConfig) -> dict[str, ScheduleConfig]:
 
 def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[str, Any]:
     """Return the settings with which ``stretto train`` runs a plan. ConfigError if it cannot."""
-    from stretto.config.cluster import generator_names
+    from stretto.config.cluster_config import generator_names
     from stretto.planner.candidates import slots_of
     from stretto.runtime.placement import model_scorers
 

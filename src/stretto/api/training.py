@@ -21,7 +21,7 @@ from stretto.config import (
     TaskConfig,
     recipes,
 )
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.environments.objects import named_objects
 from stretto.errors import (
     ConfigError,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from stretto import outside
 from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RolloutConfig, ScheduleConfig
-from stretto.config.schedule import Controlled, Settings
+from stretto.config.knobs import Controlled, Settings
 from stretto.schedules import migration, overcommit
 from stretto.schedules.chunking import OF_RESPONSES, OF_TURNS, ChunkSize, FixedChunk, TunedChunk
 from stretto.schedules.controls import Controls

@@ -30,7 +30,7 @@ from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.resolve import adapter_folder, resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.saying import Say, format_size, working
-from stretto.scoring.models import RewardModelScorer, same_tokenizer
+from stretto.scoring.model_scorers import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
 

@@ -28,7 +28,7 @@ from stretto.models.resolve import resolve
 from stretto.models.weights import fingerprint
 from stretto.pipelines.executor.stages import check_stages
 from stretto.saying import Say, working
-from stretto.scoring.models import RewardModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer
 from stretto.tasks.prompts import PromptSource, refuse_templated
 from stretto.training.warmup import keep, take, warm_up
 from stretto.types import FinishReason, Prompt, Response

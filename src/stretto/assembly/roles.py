@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.environments import turn_ends
 from stretto.assembly.models import Overrides, Reward, load_draft, load_reward_model, made_ready
 from stretto.config import AlgorithmConfig, Capabilities, Config, ModelConfig, RolloutConfig
-from stretto.config.schedule import Knobs
+from stretto.config.knobs import Knobs
 from stretto.config.sections import RewardSource
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
@@ -31,9 +31,9 @@ from stretto.pipelines.executor.stages import Name
 from stretto.rollout.base import Engine, EngineSettings, StopStrings
 from stretto.rollout.registry import engine_of
 from stretto.saying import Say, silent
-from stretto.scoring.base import ModelScorer
+from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.streaming import CodeScorer, StreamingReward, StreamingScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.backprop import Backprop, LocalBackprop

@@ -10,7 +10,7 @@ from stretto.api.settings import settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
 from stretto.config.sections import RewardSource
-from stretto.config.training import PipelineConfig
+from stretto.config.training_config import PipelineConfig
 from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.tables import is_local
 

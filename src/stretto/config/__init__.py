@@ -6,10 +6,10 @@ heavy is loaded. No other code reads settings.
 
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.capabilities import ENVIRONMENT, Capabilities
-from stretto.config.cluster import ClusterConfig, ProcessConfig
+from stretto.config.cluster_config import ClusterConfig, ProcessConfig
 from stretto.config.environment import EnvironmentConfig
-from stretto.config.run import Config
-from stretto.config.schedule import KNOBS, PRESETS, Knobs, PresetName, ScheduleConfig
+from stretto.config.knobs import KNOBS, PRESETS, Knobs, PresetName, ScheduleConfig
+from stretto.config.run_config import Config
 from stretto.config.sections import (
     CriticConfig,
     ModelConfig,
@@ -19,7 +19,7 @@ from stretto.config.sections import (
     Section,
     TaskConfig,
 )
-from stretto.config.training import (
+from stretto.config.training_config import (
     DemonstrationsConfig,
     OptimizerConfig,
     PairsConfig,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from stretto.config.recipes import build, read
-from stretto.config.run import Config
+from stretto.config.run_config import Config
 from stretto.config.sections import Section, subsection
 from stretto.errors import ConfigError
 from stretto.interfaces import TomlFile, worded

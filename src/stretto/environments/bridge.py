@@ -23,7 +23,7 @@ from stretto.config.sections import ARGUMENTS
 from stretto.environments.calls import CallFormat, ToolCall, find_calls
 from stretto.environments.templates import QUESTION, Shape, made_up, made_up_call, names_of
 from stretto.errors import ConfigError, TaskError
-from stretto.scoring.responses import before_stop
+from stretto.scoring.response_buffer import before_stop
 from stretto.tasks.encode import MARK, Encoder, template_accepts
 from stretto.types import Message
 

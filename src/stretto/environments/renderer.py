@@ -15,7 +15,7 @@ from stretto.environments.bridge import THINK, UNTHINK, Bridge, Turn, as_written
 from stretto.environments.calls import ToolCall, checked, numbered
 from stretto.environments.templates import QUESTION, Tools, names_of
 from stretto.errors import ConfigError, first_line, is_installed, remedy
-from stretto.scoring.responses import before_stop
+from stretto.scoring.response_buffer import before_stop
 from stretto.tasks.encode import Encoder
 from stretto.types import Message
 

@@ -23,7 +23,7 @@ from stretto.environments.renderer import open_bridge
 from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
-from stretto.scoring.responses import before_stop, response_text
+from stretto.scoring.response_buffer import before_stop, response_text
 from stretto.tasks.messages import arguments_in
 from stretto.types import (
     Chunk,

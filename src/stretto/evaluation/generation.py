@@ -23,7 +23,7 @@ from stretto.rollout.base import Engine
 from stretto.rollout.registry import ENGINES, engine_of
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow

@@ -23,7 +23,7 @@ from stretto.models.resolve import adapter_base, resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.models import RewardModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer
 from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.task import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score

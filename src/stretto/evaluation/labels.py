@@ -33,7 +33,7 @@ from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.tasks.encode import utf8
 from stretto.tasks.messages import as_prompt
 from stretto.tasks.responses import PromptLayout

@@ -25,7 +25,7 @@ from stretto.assembly.roles import RoleFactory
 from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT, Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.sections import reward_source
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation import gold
 from stretto.evaluation.episode_generation import played
@@ -41,8 +41,8 @@ from stretto.observe.progress import on_stderr
 from stretto.saying import silent
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import same_tokenizer
-from stretto.scoring.responses import response_text
+from stretto.scoring.model_scorers import same_tokenizer
+from stretto.scoring.response_buffer import response_text
 from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout

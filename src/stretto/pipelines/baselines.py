@@ -10,8 +10,8 @@ import numpy as np
 
 from stretto.bounds import ceil_div
 from stretto.pipelines.graph import earliest_starts, latency_of, make_graph
+from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule
 
 N = TypeVar("N", int, float)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.graph import BACKWARD, Graph, make_graph
+from stretto.pipelines.pipeline_schedule import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.sizes import Units
 
 KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")

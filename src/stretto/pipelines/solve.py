@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 
 from stretto.errors import ConfigError
+from stretto.pipelines.pipeline_schedule import Evaluation, PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate
 from stretto.pipelines.search import Descent, Improvement, Incumbent, View, list_schedule, squeeze
 
 SEEDS = 2**31  # seeds are below this

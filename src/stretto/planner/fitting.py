@@ -13,8 +13,8 @@ from typing import Literal
 import psutil
 
 from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
-from stretto.config.cluster import LEARNER
-from stretto.config.training import token_budget
+from stretto.config.cluster_config import LEARNER
+from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
 from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure

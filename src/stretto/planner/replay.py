@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
 from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
-from stretto.config.cluster import LEARNER
+from stretto.config.cluster_config import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory
@@ -29,7 +29,7 @@ from stretto.runtime.sim.costs import SampleCost, Speculation
 from stretto.runtime.sim.episodes import Episodes
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
-from stretto.scoring.responses import worthwhile_tokens
+from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024  # tokens of a pass on a CPU, if the settings leave it open

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from stretto.config import Config, RolloutConfig
 from stretto.config.capabilities import EngineName
-from stretto.config.cluster import LEARNER
+from stretto.config.cluster_config import LEARNER
 from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.engine import VllmEngine

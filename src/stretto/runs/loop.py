@@ -33,7 +33,7 @@ from stretto.runtime.run import DriverState, Halted, Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout, Step
 from stretto.schedules.schedule import Schedule
-from stretto.scoring.responses import response_text, spelt_out
+from stretto.scoring.response_buffer import response_text, spelt_out
 from stretto.tasks.prompts import PromptSource
 from stretto.tasks.task import SHA256
 from stretto.types import Stats

@@ -18,7 +18,7 @@ from torch import nn
 from stretto import files
 from stretto.assembly.parts import open_prompts, trained_models
 from stretto.assembly.roles import RoleFactory
-from stretto.config.cluster import LEARNER
+from stretto.config.cluster_config import LEARNER
 from stretto.errors import StateError
 from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device

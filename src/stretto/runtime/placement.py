@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from stretto.assembly.controls import CoreShares, share_cores
 from stretto.bounds import ceil_div
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig, RolloutConfig
-from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
-from stretto.config.schedule import Knobs
+from stretto.config.cluster_config import LEARNER, ProcessConfig, generator_names
+from stretto.config.knobs import Knobs
 from stretto.errors import ConfigError, nearest
 from stretto.saying import format_size
 

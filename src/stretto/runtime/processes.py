@@ -21,7 +21,7 @@ import torch
 from stretto import outside
 from stretto.assembly.models import Device, Overrides
 from stretto.config import ClusterConfig, Config
-from stretto.config.cluster import LEARNER
+from stretto.config.cluster_config import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device

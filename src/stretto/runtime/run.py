@@ -17,7 +17,7 @@ from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import ANSWERS_FROM, look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
-from stretto.config.cluster import LEARNER, generator_names
+from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.errors import RankError, StrettoError, first_line
 from stretto.evaluation import HeldOut, open_held_out
 from stretto.files import FileSum

@@ -45,7 +45,7 @@ from stretto.runtime.messages import (
 )
 from stretto.runtime.placement import learner_layout
 from stretto.saying import silent
-from stretto.scoring.base import ModelScorer
+from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import (

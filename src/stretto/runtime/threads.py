@@ -20,7 +20,7 @@ from stretto.assembly.models import Overrides
 from stretto.assembly.parts import trained_models
 from stretto.assembly.roles import RoleFactory
 from stretto.config import Config
-from stretto.config.cluster import LEARNER, generator_names
+from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner import LearnerService

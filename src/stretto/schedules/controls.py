@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import ConfigError
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Controller, Feedback

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stretto.config import ENVIRONMENT
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.errors import EpisodeLostError, LifecycleError
 from stretto.protocols import Environment
 from stretto.schedules.episode_metrics import tools_called

@@ -12,7 +12,7 @@ import numpy as np
 
 from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT
-from stretto.config.schedule import ScoreOn
+from stretto.config.knobs import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
 from stretto.schedules.fleet import GoneError, Guard, RoleContext

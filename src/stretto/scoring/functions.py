@@ -24,7 +24,7 @@ from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.plain import form
 from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
-from stretto.scoring.responses import ResponseScorer, response_text
+from stretto.scoring.response_buffer import ResponseScorer, response_text
 from stretto.scoring.worker import ready
 from stretto.tasks.task import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef

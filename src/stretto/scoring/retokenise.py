@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from stretto.errors import ModelError
-from stretto.scoring.responses import response_text
+from stretto.scoring.response_buffer import response_text
 from stretto.tasks.encode import MARK, Encoder, Pieces
 from stretto.tasks.responses import continued, turn_of
 from stretto.types import FinishReason, Message, Prompt, Response

@@ -29,7 +29,7 @@ from stretto.config import TaskConfig
 from stretto.config.sections import ARGUMENTS
 from stretto.environments.sessions import Bridges, Session, Sessions
 from stretto.errors import ConfigError, EngineError, TaskError
-from stretto.scoring.responses import before_stop
+from stretto.scoring.response_buffer import before_stop
 from stretto.serving.answers import Logprobs, Piece, received, sent, token_logprobs
 from stretto.serving.connections import of_engine, read_body, refused, unless_gone
 from stretto.serving.requests import (

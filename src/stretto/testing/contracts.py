@@ -19,8 +19,8 @@ from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.base import ModelScorer
-from stretto.scoring.models import critic_scorer, reference_scorer
+from stretto.scoring.base_scorer import ModelScorer
+from stretto.scoring.model_scorers import critic_scorer, reference_scorer
 from stretto.testing import make_chunk
 from stretto.training.trained import WholeModel
 from stretto.types import Chunk, FinishReason, Hold, Observation, Prompt, Sampling, WeightsRef

@@ -18,7 +18,7 @@ from torch import Tensor
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.bounds import ceil_div
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.models.forward import by_token_budget, packs, packs_rightly, unwrapped
 from stretto.models.threads import side_by_side
 from stretto.training.losses import Losses, MicroBatch

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stretto.algorithms.reductions import Metrics
 from stretto.config import Config, PipelineConfig
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget
@@ -33,8 +33,8 @@ from stretto.pipelines.executor.stages import (
     cut,
     for_sending,
 )
+from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import SEEDS, solve
 from stretto.training.backprop import divided
 from stretto.training.losses import Losses, MicroBatch

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from stretto.algorithms.reductions import Metrics
 from stretto.bounds import ceil_div
 from stretto.config import OptimizerConfig
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget, decoder_layers, output_head, unwrapped
 from stretto.models.load import save_model

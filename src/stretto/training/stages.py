@@ -15,8 +15,8 @@ from stretto.models.backend import backend_of
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork, saved_bytes
 from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.executor.stages import Name, Stage, StageLayout
+from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import PipelineSchedule
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from stretto import signals
 from stretto.bounds import ceil_div
 from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.errors import ModelError, TaskError
 from stretto.models import forward
 from stretto.models.heads import apply_scalar_head

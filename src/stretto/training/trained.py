@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stretto.config import OptimizerConfig
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.errors import LearnerError
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import save_model

@@ -13,7 +13,7 @@ from torch import nn
 
 from stretto import files
 from stretto.config import TrainingConfig
-from stretto.config.training import token_budget
+from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, StateError
 from stretto.models.backend import backend_of
 from stretto.models.devices import Backend

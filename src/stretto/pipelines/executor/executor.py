@@ -26,8 +26,8 @@ from stretto.pipelines.executor.instructions import (
     instructions,
 )
 from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout
+from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)

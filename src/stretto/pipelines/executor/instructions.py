@@ -26,8 +26,8 @@ from typing import Literal
 
 from stretto.pipelines.executor.stages import Name, StageLayout
 from stretto.pipelines.graph import FORWARD, Graph, make_graph
+from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.schedule import PipelineSchedule, evaluate
 
 _US = 1e6
 Kind = Literal["F", "B"]

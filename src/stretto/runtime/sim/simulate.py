@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from stretto.assembly.controls import ScheduledRun, controls
 from stretto.config import ENVIRONMENT
-from stretto.config.schedule import Settings
+from stretto.config.knobs import Settings
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer

@@ -32,7 +32,14 @@ from stretto.models.load import named_ends
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import with_own_structure
 from stretto.saying import Say
-from stretto.scoring.base import ModelScorer, RowSpan, Scored, StreamedRow, StreamedRows, warn
+from stretto.scoring.base_scorer import (
+    ModelScorer,
+    RowSpan,
+    Scored,
+    StreamedRow,
+    StreamedRows,
+    warn,
+)
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
 from stretto.types import Prompt, Response, sampled_of
 

@@ -8,9 +8,9 @@ from typing import Literal, Self
 from stretto.bounds import ceil_div
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.capabilities import ENVIRONMENT, RUNTIMES, RuntimeKind
-from stretto.config.cluster import LEARNER, ClusterConfig
+from stretto.config.cluster_config import LEARNER, ClusterConfig
 from stretto.config.environment import EnvironmentConfig
-from stretto.config.schedule import ScheduleConfig
+from stretto.config.knobs import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
     Minutes,
@@ -27,7 +27,7 @@ from stretto.config.sections import (
     TaskConfig,
     WorkersOrAuto,
 )
-from stretto.config.training import PipelineConfig, TrainingConfig
+from stretto.config.training_config import PipelineConfig, TrainingConfig
 from stretto.errors import ConfigError
 
 

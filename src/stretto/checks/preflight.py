@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import files, hub, outside, tasks
-from stretto.checks import functions
+from stretto.checks import user_functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
-from stretto.config.training import PipelineConfig
+from stretto.config.training_config import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
@@ -37,9 +37,9 @@ def check_run(
     """
     _check_observation(config.observe)
     _check_libraries(config)
-    functions.check_algorithm(config)
+    user_functions.check_algorithm(config)
     for controller in config.schedule.controllers.values():
-        functions.check_member(controller, "schedule.controllers")
+        user_functions.check_member(controller, "schedule.controllers")
     gpus = usable_gpus()
     runtime = config.runtime_kind
     if runtime.has_processes and not runtime.several_machines:
@@ -70,7 +70,9 @@ def check_run(
         task.first.demonstration(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     environments = overrides.environment if overrides else ()
-    functions.check_environments(n for n in config.environment.sources if n not in environments)
+    user_functions.check_environments(
+        n for n in config.environment.sources if n not in environments
+    )
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
@@ -134,7 +136,7 @@ def _check_libraries(config: Config) -> None:
 def _check_observation(observe: ObserveConfig) -> None:
     require_libraries(observe)
     for name in set(observe.trackers).difference(TRACKERS):
-        functions.check_member(name, "observe.trackers")
+        user_functions.check_member(name, "observe.trackers")
     if port := observe.prometheus_port:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,7 +185,7 @@ def _check_sources(
         if source.kind.is_model:
             _check_model(source.model, model, **how)
         elif source.kind.is_code:
-            functions.check(source, columns)
+            user_functions.check(source, columns)
 
 
 def _check_model(

@@ -24,7 +24,7 @@ from stretto.models.forward import by_token_budget, following_frequencies, predi
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
-from stretto.scoring.responses import ResponseScorer, worthwhile_tokens
+from stretto.scoring.response_buffer import ResponseScorer, worthwhile_tokens
 from stretto.scoring.retokenise import StablePrefix
 from stretto.types import Chunk, Response, Score, ScoreKind, ScorerInfo, WeightsRef, sampled_of
 from stretto.weights.channel import WeightChannel, fetched
