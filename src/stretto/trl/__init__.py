@@ -5,17 +5,11 @@ A script imports ``GRPOConfig`` and ``GRPOTrainer`` from ``stretto`` instead of 
 (``trl.experimental.online_dpo``) and PPO (``trl.experimental.ppo``, ``trl`` until 0.25).
 """
 
-from stretto.trl.config import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
-from stretto.trl.ppo_trainer import PPOTrainer
-from stretto.trl.trainer import GRPOTrainer, OnlineDPOTrainer, RLOOTrainer
-
-__all__ = [
-    "GRPOConfig",
-    "GRPOTrainer",
-    "OnlineDPOConfig",
-    "OnlineDPOTrainer",
-    "PPOConfig",
-    "PPOTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-]
+from stretto.trl.config import GRPOConfig as GRPOConfig
+from stretto.trl.config import OnlineDPOConfig as OnlineDPOConfig
+from stretto.trl.config import PPOConfig as PPOConfig
+from stretto.trl.config import RLOOConfig as RLOOConfig
+from stretto.trl.ppo_trainer import PPOTrainer as PPOTrainer
+from stretto.trl.trainer import GRPOTrainer as GRPOTrainer
+from stretto.trl.trainer import OnlineDPOTrainer as OnlineDPOTrainer
+from stretto.trl.trainer import RLOOTrainer as RLOOTrainer
