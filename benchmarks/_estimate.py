@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from _phases import Phase, Work, added
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape
-from stretto.planner import formulas, memory
+from stretto.planner import formulas, memory_model
 from stretto.planner.formulas import CHECKPOINTED, FORWARD, TRAINED
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
-from stretto.planner.memory import HALF, SYNC
+from stretto.planner.memory_model import HALF, SYNC
 
 TOKEN = 8
 """Bytes of a token on its way to a scorer: its id and its log-probability."""
@@ -158,7 +158,7 @@ def estimate(
             "pipeline; the simulator takes others"
         )
     size = workload.responses, workload.length
-    held = memory.phases_of(models, layout, *size, hardware)
+    held = memory_model.phases_of(models, layout, *size, hardware)
     maker = _Maker(models, layout, workload, hardware, held)
     sync, syncs = maker.sync()
     return Estimate(
@@ -168,7 +168,7 @@ def estimate(
         training=maker.training(),
         sync=sync,
         syncs=syncs,
-        host_bytes=memory.host_bytes(models, layout),
+        host_bytes=memory_model.host_bytes(models, layout),
         usable_bytes=hardware.usable_bytes,
     )
 
@@ -181,13 +181,13 @@ class _Maker:
     layout: Layout
     workload: StepSizes
     hardware: Hardware
-    held: dict[str, memory.Parts]
+    held: dict[str, memory_model.Parts]
 
     def generation(self) -> Phase:
         """Prefill of all prompts, and a decode step for each token of the rows in flight."""
         actor, mesh, load = self.models.actor, self.layout.generator, self.workload
         assumed, gpu = self.hardware.assumed, self.hardware.gpu
-        rows, goes = memory.rows_in_flight(
+        rows, goes = memory_model.rows_in_flight(
             self.models, self.layout, load.responses, load.length, self.hardware
         )
         prompts = rows * goes * load.prompt_tokens
@@ -226,7 +226,7 @@ class _Maker:
             pieces += [self._forward_in_shards(critic) for critic in models.trained[1:]]
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
-            work.append(self._to_host(memory.frozen_bytes(models, layout)))
+            work.append(self._to_host(memory_model.frozen_bytes(models, layout)))
         return Phase("scoring", self.held["scoring"], sum(size for _, size in pieces), tuple(work))
 
     def training(self) -> Phase:
@@ -235,7 +235,7 @@ class _Maker:
         pieces = [self._trained(shape) for shape in models.trained]
         work = [*(piece for piece, _ in pieces), self._updated(*models.trained)]
         if layout.offload:
-            work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
+            work.append(self._to_host(memory_model.kept_bytes(models, layout.learner)))
         return Phase(
             "training", self.held["training"], sum(size for _, size in pieces), tuple(work)
         )
@@ -249,7 +249,7 @@ class _Maker:
             among = Mesh(layout.gpus // layout.generator.tensor, layout.generator.tensor)
             works = [Work(exposed_s=size / self._linked(among.data_bytes_per_s(links)))]
             if layout.offload:
-                works.append(self._to_host(memory.kept_bytes(models, layout.learner)))
+                works.append(self._to_host(memory_model.kept_bytes(models, layout.learner)))
         else:
             sizes = [formulas.broadcast_bytes(shape) for shape in models.trained]
             size = max(sizes)

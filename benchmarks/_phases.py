@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stretto.planner.memory import Parts
+from stretto.planner.memory_model import Parts
 
 
 @dataclass(frozen=True, slots=True)

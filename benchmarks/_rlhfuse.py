@@ -15,7 +15,7 @@ from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
 from stretto.models.shapes import Shape
 from stretto.pipelines.solve import solve
-from stretto.planner import memory
+from stretto.planner import memory_model
 from stretto.planner.formulas import (
     TrainingPasses,
     gather_bytes,
@@ -163,10 +163,12 @@ class Run:
         for size in (self.actor, self.critic):
             mesh, shape = self.mesh(size), SHAPES[size]
             if self.assumed.system == "zero":
-                held += memory.state_bytes(shape, mesh)
+                held += memory_model.state_bytes(shape, mesh)
             else:
                 each = shape.stage(mesh.stages).held(mesh.tensor)
-                held += each * (memory.HALF + memory.SINGLE + memory.KEPT / mesh.data)
+                held += each * (
+                    memory_model.HALF + memory_model.SINGLE + memory_model.KEPT / mesh.data
+                )
         return held
 
     @cached_property
@@ -213,8 +215,8 @@ class Run:
         """The quickest tensor-parallel copy of the actor that fits, and its GPUs."""
         shape, on, found = SHAPES[self.actor], self.on, []
         for tensor in (1, 2, 4, 8):
-            free = on.usable_bytes - memory.weight_bytes(shape, tensor) - self.trained_bytes
-            if free < self.limit * memory.cache_bytes(shape, tensor) * BATCH * tensor / GPUS:
+            free = on.usable_bytes - memory_model.weight_bytes(shape, tensor) - self.trained_bytes
+            if free < self.limit * memory_model.cache_bytes(shape, tensor) * BATCH * tensor / GPUS:
                 continue
             cost = generator_cost(shape, tensor, on, length=208, free_bytes=free)
             rows = BATCH * tensor / GPUS
@@ -238,7 +240,7 @@ class Run:
             gathered = fsdp_forward_bytes(shape, Mesh(GPUS), 1)
             speed = Mesh(GPUS).data_bytes_per_s(on.links) * on.assumed.link
             return cost.model_copy(update={"call_s": cost.call_s + gathered / speed})
-        fitting = [t for t in (1, 2, 4, 8) if memory.weight_bytes(shape, t) < room / 2]
+        fitting = [t for t in (1, 2, 4, 8) if memory_model.weight_bytes(shape, t) < room / 2]
         costs = [prefill_cost(shape, Mesh(NODE // t, t), on, length=length) for t in fitting]
         return min(costs, key=lambda cost: cost.token_s)
 
@@ -297,7 +299,7 @@ def kept_cost(
 def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
     """Return the seconds of an update's exchange: gradients in float32, weights in bfloat16."""
     held = shape.stage(mesh.stages).held(mesh.tensor)
-    size = gather_bytes((memory.SINGLE + memory.HALF) * held, mesh.data)
+    size = gather_bytes((memory_model.SINGLE + memory_model.HALF) * held, mesh.data)
     return size / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
 
 

@@ -30,7 +30,7 @@ from _goodput import CAUSES, Summary, summarize
 from _shared import parse
 from scaling import apart, preference, table
 from stretto.models.shapes import LLAMAS
-from stretto.planner import memory
+from stretto.planner import memory_model
 from stretto.planner.hardware import GPUS, Hardware, Links
 from stretto.planner.layout import ModelShapes
 
@@ -108,7 +108,7 @@ def tables(count: int = 100) -> str:
     listed = apart(LLAMAS["70B"], GPU_COUNT)
     found = min((estimate(models, each, WORKLOAD, hardware) for each in listed), key=preference)
     learner = found.layout.learner
-    size = memory.kept_bytes(models, learner) * learner.devices
+    size = memory_model.kept_bytes(models, learner) * learner.devices
     weeks = Weeks(found, replace(BASE, write_s=size / STORE_BYTES_PER_S), count)
     parts = ["### What goes in", inputs(weeks, size), "### Rates of failure", rates(weeks)]
     parts += ["### Where a week goes", causes(weeks)]

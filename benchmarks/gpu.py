@@ -41,7 +41,7 @@ from safetensors.torch import load_file
 import ppo_step
 from _shared import parse
 from stretto import api
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config import PRESETS, Config, OptimizerConfig, RolloutConfig
 from stretto.errors import first_line, is_installed
 from stretto.models.shapes import known_config

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from _shared import parse
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config import Config
 from stretto.runtime.run import start
 from stretto.workers.drive import drive

@@ -65,7 +65,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_collection_as_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all objects of all libraries, which takes longer than a small run."""
-    monkeypatch.setattr("stretto.runs.loop.freeze_heap", nullcontext)
+    monkeypatch.setattr("stretto.runs.training_loop.freeze_heap", nullcontext)
 
 
 @pytest.fixture(autouse=True)

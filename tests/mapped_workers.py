@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.assembly.models import NO_OVERRIDES
+from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.config import Config, ModelConfig, OptimizerConfig
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm

@@ -18,7 +18,7 @@ from stretto.cli.main import main
 from stretto.config import recipes
 from stretto.planner.choices import fitted_run
 from stretto.planner.fitting import RunMemory, known_shapes
-from stretto.planner.memory import CACHE, PHASES
+from stretto.planner.memory_model import CACHE, PHASES
 from stretto.rollout.vllm.llm import installed
 from stretto.runtime.placement import places
 

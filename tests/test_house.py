@@ -75,7 +75,7 @@ DOCUMENTED_ELSEWHERE = [
     "testing/__init__.py",
     *(
         f"schedules/{name}.py"
-        for name in ("chunking", "controller", "hold", "migration", "models", "overcommit")
+        for name in ("chunking", "controller", "hold", "migration", "overcommit", "predictors")
     ),
 ]
 

@@ -17,7 +17,7 @@ from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
-from stretto.assembly import models
+from stretto.assembly import run_models
 from stretto.assembly.roles import RoleFactory
 from stretto.config import AlgorithmConfig, Config, RewardConfig
 from stretto.models.heads import reward_model_from, scalar_head
@@ -93,18 +93,18 @@ def walk(folder: Path, say: Callable[[str], None] = print) -> Iterator[WalkStep]
         make_tiny(folder)
     slots = len(PROMPTS) * SAMPLES
     config = changed(Config(), _CHANGES, {"model__name": str(folder), "rollout__batch": slots})
-    models.prepare_torch(config.seed, config.threads)
-    tokenizer, m, given = load_tokenizer(folder), config.model, models.NO_OVERRIDES
-    actor: Any = models.load_actor(m, say)
-    reference = models.frozen_copy(actor)
+    run_models.prepare_torch(config.seed, config.threads)
+    tokenizer, m, given = load_tokenizer(folder), config.model, run_models.NO_OVERRIDES
+    actor: Any = run_models.load_actor(m, say)
+    reference = run_models.frozen_copy(actor)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in (w for w in actor.parameters() if w.dim() > 1):
             weight.add_(MOVED * weight.std() * torch.randn(weight.shape, generator=random))
-    judge = reward_model_from(models.frozen_copy(reference), seed=1), tokenizer
+    judge = reward_model_from(run_models.frozen_copy(reference), seed=1), tokenizer
     factory = RoleFactory(config, say)
     reward = factory.reward_scorer(REWARD, tokenizer, judge, slots=slots)
-    critic = models.make_critic(m, config.critic.init, actor, tokenizer, [reward], given, say)
+    critic = run_models.make_critic(m, config.critic.init, actor, tokenizer, [reward], given, say)
     scorers = [reward, *factory.model_scorers(reference, critic, None)]
     engine = factory.make_engine(actor, tokenizer, slots)
     yield WalkStep(

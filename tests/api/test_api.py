@@ -519,7 +519,7 @@ def test_benchmarks_go_to_the_harness(tiny_folder: Path, monkeypatch: pytest.Mon
         return [figure]
 
     monkeypatch.setattr(evaluation, "benchmark", benchmark)
-    monkeypatch.setattr("stretto.api.models.require", lambda *_: None)  # not installed here
+    monkeypatch.setattr("stretto.api.inference.require", lambda *_: None)  # not installed here
     found = stretto.benchmark(Config(), ["arc_easy"], model=tiny_folder, limit=3, rollout__batch=7)
     assert found == [figure]
     assert asked == {"model": str(tiny_folder), "tasks": ["arc_easy"], "limit": 3, "batch": 7}

@@ -23,8 +23,8 @@ from helpers import llama
 from raising import raises
 from scorer_helpers import byte_rollout, reward_model, stream
 from stretto.assembly import roles
-from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.assembly.roles import RoleFactory, check_engine
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.models.devices import Backend

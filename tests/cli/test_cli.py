@@ -17,7 +17,7 @@ import torch
 from stretto import __version__, errors, evaluation, runs
 from stretto.cli import doctor
 from stretto.cli.main import COMMANDS, main
-from stretto.cli.settings import COMMON
+from stretto.cli.options import COMMON
 from stretto.config import Config, ModelConfig, SftConfig, TaskConfig, recipes
 from stretto.errors import RewardError
 from stretto.evaluation import EvalResult, generation

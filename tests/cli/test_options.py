@@ -17,7 +17,7 @@ import stretto
 from raising import raises
 from stretto import bounds
 from stretto.api.planning import PlanOptions
-from stretto.cli import compare, generate, memory, models, pipeline, plan, serve, train
+from stretto.cli import compare, evaluate, generate, memory, pipeline, plan, serve, train
 from stretto.cli.main import COMMANDS, main
 from stretto.cli.parsing import call, options_of, takes
 from stretto.config.sections import Fraction, PositiveInt
@@ -27,7 +27,7 @@ PYTHON = [getattr(stretto, name) for name in stretto.__all__]
 FUNCTIONS: list[Callable[..., Any]] = [
     *(function for function in PYTHON if inspect.isfunction(function)),
     *(generate.command_generate, generate.command_chat, serve.command_serve, train.command_align),
-    *(models.EvalOptions, models.command_label, models._command_label_responses),
+    *(evaluate.EvalOptions, evaluate.command_label, evaluate._command_label_responses),
     *(compare.command_compare, compare.command_compare_simulated),
     *(compare.command_report, compare.command_watch, plan.command_plan),
     *(memory.command_memory, pipeline.command_pipeline, PlanOptions),

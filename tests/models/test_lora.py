@@ -26,7 +26,7 @@ from helpers import VOCABULARY, critic_of, llama
 from raising import raises
 from rounding import rounding
 from stretto import Config
-from stretto.assembly.models import Overrides, make_actor, with_adapters
+from stretto.assembly.run_models import Overrides, make_actor, with_adapters
 from stretto.config import ModelConfig, recipes
 from stretto.errors import ConfigError, MissingExtraError, ModelError, RewardError
 from stretto.models.devices import Backend, CudaBackend
@@ -48,7 +48,7 @@ from stretto.models.lora import (
 )
 from stretto.models.weights import fingerprint_of, with_own_structure, with_own_weights
 from stretto.observe import RunDirectory
-from stretto.planner.memory import NF4
+from stretto.planner.memory_model import NF4
 from stretto.saying import silent
 from stretto.scoring.model_scorers import reference_scorer
 

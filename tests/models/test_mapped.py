@@ -16,7 +16,7 @@ from transformers import (
 
 from helpers import llama
 from run_helpers import settings
-from stretto.assembly.models import load_actor
+from stretto.assembly.run_models import load_actor
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.mapped import copied, final, final_dtype, held_bytes, stored_dtype, take

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from raising import raises
-from stretto.assembly.models import Overrides
 from stretto.assembly.parts import open_prompts
+from stretto.assembly.run_models import Overrides
 from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import ConfigError, MissingExtraError, ModelError
 from stretto.models import resolve as resolving

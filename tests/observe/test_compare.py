@@ -28,7 +28,7 @@ from stretto.cli.main import main
 from stretto.config import PRESETS, Config, Knobs, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
-from stretto.observe.compare import (
+from stretto.observe.comparison import (
     Comparison,
     VariantResult,
     mean_interval,

@@ -29,7 +29,7 @@ from stretto.machine import Machine
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, report
 from stretto.observe.progress import NoProgress
 from stretto.observe.report.page import html_page, length_edges, news, payload
-from stretto.observe.report.runs import (
+from stretto.observe.report.run_data import (
     LoadedRun,
     about,
     differing_settings,

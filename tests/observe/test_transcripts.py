@@ -19,7 +19,7 @@ from stretto.config import Config
 from stretto.observe import RunDirectory
 from stretto.observe.idle import CAUSES, time_of_roles
 from stretto.observe.report import html_page, load
-from stretto.observe.report.runs import LoadedRun
+from stretto.observe.report.run_data import LoadedRun
 from stretto.observe.report.style import CAUSES as TITLES
 from stretto.observe.report.style import HATCHINGS, KINDS
 from stretto.observe.report.timeline import MAX_BARS, bars

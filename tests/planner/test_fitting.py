@@ -26,7 +26,7 @@ from stretto.planner import choices
 from stretto.planner.choices import fitted_run
 from stretto.planner.fitting import Load, RunMemory, check, known_shapes, table
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import (
+from stretto.planner.memory_model import (
     CACHE,
     COMMUNICATOR,
     CONTEXT,

@@ -18,7 +18,7 @@ from stretto.planner.formulas import TrainingPasses, generator_cost, prefill_cos
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.planner.layout import Mesh
 from stretto.planner.measuring import Sizes, model_to_measure
-from stretto.planner.memory import cache_bytes
+from stretto.planner.memory_model import cache_bytes
 from stretto.runtime.sim.costs import Efficiency
 
 DEVICE = MeasuredDevice("a box", 32e9, 2)

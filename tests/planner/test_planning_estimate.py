@@ -11,7 +11,7 @@ from _phases import Phase, Work
 from raising import raises
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape
-from stretto.planner import memory
+from stretto.planner import memory_model
 from stretto.planner.formulas import fsdp_training_bytes
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.planner.layout import Layout, Mesh, ModelShapes
@@ -106,17 +106,17 @@ def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
 
 def test_what_does_not_fit_at_once_is_decoded_in_goes() -> None:
     place = layout(True, *[Mesh(1)] * 3)
-    parts = memory.phases_of(MODELS, place, *SIZES, hardware())["generation"]
+    parts = memory_model.phases_of(MODELS, place, *SIZES, hardware())["generation"]
     assert parts["keys and values"] == 8 * (5 * 32 + 4 * 10)
     others = sum(parts.values()) - parts["keys and values"]
     tight = hardware(memory_bytes=others + 3.5 * 200)
-    assert memory.rows_in_flight(MODELS, place, *SIZES, hardware()) == (8, 1)
-    assert memory.rows_in_flight(MODELS, place, *SIZES, tight) == (3, 3)
+    assert memory_model.rows_in_flight(MODELS, place, *SIZES, hardware()) == (8, 1)
+    assert memory_model.rows_in_flight(MODELS, place, *SIZES, tight) == (3, 3)
     found = estimate(MODELS, place, LOAD, tight)
     assert found.generation.by_limit["overhead"] == 3 * 2 * 0.5
     assert found.generation not in found.bursts
     none = hardware(memory_bytes=others)
-    assert memory.rows_in_flight(MODELS, place, *SIZES, none) == (1, 8)
+    assert memory_model.rows_in_flight(MODELS, place, *SIZES, none) == (1, 8)
     assert (
         estimate(MODELS, place, LOAD, none).generation in estimate(MODELS, place, LOAD, none).bursts
     )
@@ -236,9 +236,9 @@ def test_roles_apart_hold_what_they_need() -> None:
 
 def test_of_two_models_the_larger_pass_counts() -> None:
     """They are trained one after the other."""
-    parts = memory.phases_of(MODELS, layout(True), *SIZES, hardware())["training"]
-    assert parts["logits"] == memory.logits_bytes(SMALL, 5, gradients=True)
-    assert parts["activations"] == 2 * memory.layer_activation_bytes(SMALL, 5, 1)
+    parts = memory_model.phases_of(MODELS, layout(True), *SIZES, hardware())["training"]
+    assert parts["logits"] == memory_model.logits_bytes(SMALL, 5, gradients=True)
+    assert parts["activations"] == 2 * memory_model.layer_activation_bytes(SMALL, 5, 1)
 
 
 def test_phases_that_burst_are_named() -> None:

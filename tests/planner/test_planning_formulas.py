@@ -12,7 +12,7 @@ from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.shapes import LLAMAS, Shape, shape_of
-from stretto.planner import formulas, memory
+from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import GPUS, Hardware, Links
 from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.runtime.sim.costs import Efficiency
@@ -77,7 +77,7 @@ def test_known_models_have_their_published_counts(name: str, published: float) -
 def test_a_stage_has_its_share_of_the_layers() -> None:
     assert SMALL.stage(1) is SMALL
     assert SMALL.stage(2).parameters == 152 + 84
-    assert memory.state_bytes(SMALL, Mesh(4, 1, 2)) == 16 * (152 + 84) / 4
+    assert memory_model.state_bytes(SMALL, Mesh(4, 1, 2)) == 16 * (152 + 84) / 4
     assert Mesh(4, 2, 2).devices == 16
 
 
@@ -109,26 +109,28 @@ def test_published_hardware_has_the_default_efficiency() -> None:
 
 
 def test_states_are_sixteen_bytes_a_parameter_over_all_devices() -> None:
-    assert memory.state_bytes(SMALL, Mesh(4)) == 16 * 388 / 4
-    assert memory.state_bytes(SMALL, Mesh(4, 2)) == 16 * (152 + 84) / 4
+    assert memory_model.state_bytes(SMALL, Mesh(4)) == 16 * 388 / 4
+    assert memory_model.state_bytes(SMALL, Mesh(4, 2)) == 16 * (152 + 84) / 4
     # ZeRO's own example: 7.5e9 parameters on 64 devices take 1.9 GB.
     seven_and_a_half = 7.5e9 / LLAMAS["7B"].parameters
-    assert memory.state_bytes(LLAMAS["7B"], Mesh(64)) * seven_and_a_half == pytest.approx(1.875e9)
+    assert memory_model.state_bytes(LLAMAS["7B"], Mesh(64)) * seven_and_a_half == pytest.approx(
+        1.875e9
+    )
 
 
 def test_two_layers_and_the_root_are_gathered() -> None:
-    assert memory.gathered_bytes(SMALL, Mesh(4, 2), gradients=False) == 2 * (304 / 2 + 84)
+    assert memory_model.gathered_bytes(SMALL, Mesh(4, 2), gradients=False) == 2 * (304 / 2 + 84)
     # ... and gradients of a layer and the root, in bfloat16 and float32
     expected = 2 * (304 / 2 + 84) + 6 * (152 / 2 + 84)
-    assert memory.gathered_bytes(SMALL, Mesh(4, 2), gradients=True) == expected
-    assert memory.gathered_bytes(SMALL, Mesh(1, 2), gradients=True) == 2 * (152 + 84)
+    assert memory_model.gathered_bytes(SMALL, Mesh(4, 2), gradients=True) == expected
+    assert memory_model.gathered_bytes(SMALL, Mesh(1, 2), gradients=True) == 2 * (152 + 84)
 
 
 def test_activations_of_a_layer() -> None:
     # two norms: 4 x 4 + 2 x 4 bytes; attention and MLP: 2 x 4; Q, K, V and attention's output:
     # 2 x (4 + 2 + 2 + 4); gate, up, the gate's activation and the product: 4 x 2 x 8
-    assert memory.layer_activation_bytes(SMALL, 3, 1) == 3 * (48 + 16 + 24 + 64)
-    assert memory.layer_activation_bytes(SMALL, 3, 2) == 3 * (48 + 16 + 12 + 32)
+    assert memory_model.layer_activation_bytes(SMALL, 3, 1) == 3 * (48 + 16 + 24 + 64)
+    assert memory_model.layer_activation_bytes(SMALL, 3, 2) == 3 * (48 + 16 + 12 + 32)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
@@ -136,12 +138,12 @@ def test_the_layer_of_korthikanti_without_dropout(tensor: int) -> None:
     """s b h (10 + 24/t) with selective recomputation, of which two masks are 1 s b h each."""
     theirs = Shape(96, 12_288, 4 * 12_288, 96, 96, 51_200, 51_200, gated=False)
     expected = 2048 * 12_288 * (10 + 24 / tensor - 2)
-    assert memory.layer_activation_bytes(theirs, 2048, tensor) == expected
+    assert memory_model.layer_activation_bytes(theirs, 2048, tensor) == expected
 
 
 def test_checkpoints_are_the_layers_inputs_and_one_layer() -> None:
-    assert memory.activation_bytes(SMALL, 3, 1, checkpointing=False) == 2 * 3 * 152
-    assert memory.activation_bytes(SMALL, 3, 1, checkpointing=True) == 2 * 2 * 4 * 3 + 3 * 152
+    assert memory_model.activation_bytes(SMALL, 3, 1, checkpointing=False) == 2 * 3 * 152
+    assert memory_model.activation_bytes(SMALL, 3, 1, checkpointing=True) == 2 * 2 * 4 * 3 + 3 * 152
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
@@ -149,7 +151,7 @@ def test_autograd_keeps_these_activations_of_a_llama(kv_heads: int) -> None:
     """The difference between two and three layers; the log-sum-exp of attention is left out."""
     shape = Shape(1, 512, 1376, 8, kv_heads, 10, 10)
     kept = [kept_bytes(shape, layers, checkpointing=False) for layers in (2, 3)]
-    formula = memory.layer_activation_bytes(shape, TOKENS, 1)
+    formula = memory_model.layer_activation_bytes(shape, TOKENS, 1)
     assert kept[1] - kept[0] == pytest.approx(formula, rel=0.003)
     kept = [kept_bytes(shape, layers, checkpointing=True) for layers in (2, 3)]
     assert kept[1] - kept[0] == 2 * 512 * TOKENS
@@ -160,8 +162,8 @@ def test_autograd_keeps_float32_inputs_of_adapters(kv_heads: int) -> None:
     """Beside weights in bfloat16, which are frozen; what adapters of rank 1 make is left out."""
     shape = Shape(1, 512, 1376, 8, kv_heads, 10, 10)
     kept = [kept_bytes(shape, n, checkpointing=False, lora_rank=1) for n in (2, 3)]
-    adapters = memory.Adapters(0, 6 * 512 + 1376)
-    formula = memory.layer_activation_bytes(shape, TOKENS, 1, frozen=True)
+    adapters = memory_model.Adapters(0, 6 * 512 + 1376)
+    formula = memory_model.layer_activation_bytes(shape, TOKENS, 1, frozen=True)
     formula += adapters.input_bytes(1, TOKENS, checkpointing=False)
     assert kept[1] - kept[0] == pytest.approx(formula, rel=0.003)
 
@@ -216,31 +218,31 @@ def test_slices_of_logits() -> None:
     for tokens in (64, 8192, 10**6):
         start, stop = _slices(tokens, shape.vocabulary, "cuda")[0]
         expected = 2 * 4 * tokens * (stop - start)
-        assert memory.logits_bytes(shape, tokens, gradients=False) == expected
-    assert memory.SLICE_ENTRIES == MIN_SLICE
-    assert memory.logits_bytes(SMALL, 3, gradients=True) == 4 * 4 * 3 * 10 + 4 * 3 * 4
-    assert memory.logits_bytes(SMALL.valued(), 3, gradients=False) == 2 * 4 * 3
+        assert memory_model.logits_bytes(shape, tokens, gradients=False) == expected
+    assert memory_model.SLICE_ENTRIES == MIN_SLICE
+    assert memory_model.logits_bytes(SMALL, 3, gradients=True) == 4 * 4 * 3 * 10 + 4 * 3 * 4
+    assert memory_model.logits_bytes(SMALL.valued(), 3, gradients=False) == 2 * 4 * 3
 
 
 def test_keys_and_values_of_a_token() -> None:
-    assert memory.cache_bytes(LLAMAS["7B"], 1) == 2 * 32 * 32 * 128 * 2  # half a megabyte
-    assert memory.cache_bytes(LLAMAS["70B"], 4) == 2 * 80 * 2 * 128 * 2
-    assert memory.cache_bytes(SMALL, 1) == 2 * 2 * 2 * 2
+    assert memory_model.cache_bytes(LLAMAS["7B"], 1) == 2 * 32 * 32 * 128 * 2  # half a megabyte
+    assert memory_model.cache_bytes(LLAMAS["70B"], 4) == 2 * 80 * 2 * 128 * 2
+    assert memory_model.cache_bytes(SMALL, 1) == 2 * 2 * 2 * 2
 
 
 def test_two_buckets_a_side() -> None:
-    assert memory.bucket_bytes(LLAMAS["7B"]) == 2 * 64 * 2**20
-    assert memory.bucket_bytes(SMALL) == 2 * 2 * 388  # all of it
+    assert memory_model.bucket_bytes(LLAMAS["7B"]) == 2 * 64 * 2**20
+    assert memory_model.bucket_bytes(SMALL) == 2 * 2 * 388  # all of it
     shape = replace(SMALL, vocabulary=50 * 2**20)  # a matrix of 400 MiB, which is cut
-    assert memory.bucket_bytes(shape) == 2 * 64 * 2**20
+    assert memory_model.bucket_bytes(shape) == 2 * 64 * 2**20
 
 
 def test_the_memory_plan_counts_states_alike() -> None:
     from stretto.planner.fitting import memory_plan
 
     plan = memory_plan(int(SMALL.parameters)).mixed
-    assert plan["actor"] == memory.state_bytes(SMALL, Mesh(1))
-    assert plan["reference"] == memory.weight_bytes(SMALL, 1)
+    assert plan["actor"] == memory_model.state_bytes(SMALL, Mesh(1))
+    assert plan["reference"] == memory_model.weight_bytes(SMALL, 1)
 
 
 # -- traffic ---------------------------------------------------------------------------------------
@@ -276,8 +278,8 @@ def test_traffic_of_weight_syncs() -> None:
 
 def test_states_to_the_host() -> None:
     models = ModelShapes.of_one_size(SMALL)
-    assert memory.kept_bytes(models, Mesh(4)) == 12 * (388 + 352) / 4
-    assert memory.kept_bytes(models, Mesh(2, 2)) == 12 * (152 + 84 + 152 + 48) / 2
+    assert memory_model.kept_bytes(models, Mesh(4)) == 12 * (388 + 352) / 4
+    assert memory_model.kept_bytes(models, Mesh(2, 2)) == 12 * (152 + 84 + 152 + 48) / 2
 
 
 # -- operations ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from stretto.planner.candidates import (
 )
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
-from stretto.planner.search import (
+from stretto.planner.plan_search import (
     ROUNDS,
     WARM,
     WITHIN,

@@ -18,7 +18,7 @@ from stretto.machine import Machine
 from stretto.observe import RunDirectory, Window, records
 from stretto.observe.spans import WEIGHT_SYNC, Span
 from stretto.planner import replay
-from stretto.planner.memory import SYNC
+from stretto.planner.memory_model import SYNC
 from stretto.planner.replay import (
     CPU_TOKEN_BUDGET,
     PhaseTime,

@@ -10,7 +10,7 @@ from raising import raises
 from stretto.config import ScheduleConfig
 from stretto.errors import ConfigError
 from stretto.models.shapes import shape_of
-from stretto.planner import memory
+from stretto.planner import memory_model
 from stretto.planner.candidates import (
     Candidate,
     PlanSpec,
@@ -152,7 +152,7 @@ def test_scorers_beside_generators_find_their_caches_there() -> None:
     place = layout("generators", Mesh(4))
     found = memory_by_phase(SPEC, plan(place))
     generator, scorer = found["generation"], found["scoring"]
-    assert generator["frozen"] == scorer["frozen"] == memory.frozen_bytes(SPEC.models, place)
+    assert generator["frozen"] == scorer["frozen"] == memory_model.frozen_bytes(SPEC.models, place)
     assert scorer["keys and values"] == generator["keys and values"]
     assert "frozen" not in memory_by_phase(SPEC, plan(layout("none")))["generation"]
     beside = memory_by_phase(SPEC, plan(layout("learner")))

@@ -16,7 +16,7 @@ import pytest
 from helpers import ManualClock
 from run_helpers import Notes, lines, run, settings
 from stretto import files, runs
-from stretto.assembly.models import NO_OVERRIDES
+from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.config import ObserveConfig
 from stretto.errors import RankError
 from stretto.files import FileSum

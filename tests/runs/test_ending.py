@@ -26,7 +26,7 @@ from raising import raises
 from run_helpers import Notes, length, settings, supervised, weights, write_rows
 from stretto import runs, signals
 from stretto.api.training import Begun, execute
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.cli.main import main
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import (

@@ -27,7 +27,7 @@ from run_helpers import (
     weights,
 )
 from stretto import errors, runs
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config import Config
 from stretto.errors import MissingExtraError, RewardError, StorageError
 from stretto.models.load import load_tokenizer

@@ -20,7 +20,7 @@ from stretto.models import info
 from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
-from stretto.runs.loop import Inputs
+from stretto.runs.training_loop import Inputs
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.task import fingerprints
 from stretto.types import Prompt

@@ -19,7 +19,7 @@ from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import lines, supervised, write_rows
 from scorer_helpers import plain_score
-from stretto.cli import models
+from stretto.cli import evaluate
 from stretto.cli.main import main
 from stretto.config import PairsConfig, RewardModelConfig, TaskConfig, recipes
 from stretto.errors import ModelError, TaskError
@@ -534,7 +534,7 @@ def test_the_command_line(
     assert recipes.load("runs/reward-001", RewardModelConfig).steps == 1
     assert main(["reward", *common, "--data.on-error", "drop", "--dry-run"]) == 0
     assert "pairs, at most" in capsys.readouterr().out
-    monkeypatch.setattr(models, "run_label", lambda arguments: 70 + len(arguments))
+    monkeypatch.setattr(evaluate, "run_label", lambda arguments: 70 + len(arguments))
     assert main(["reward", "label", "x"]) == 71
 
 

@@ -22,7 +22,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.engine import TorchEngine
 from stretto.runs.checkpoint import newest
-from stretto.runs.loop import _TrainingLoop
+from stretto.runs.training_loop import _TrainingLoop
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.types import WeightsRef
@@ -102,7 +102,7 @@ def test_a_time_limit_ends_before_a_step_that_would_not_fit(
     clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
     display = Notes()
     with monkeypatch.context() as patch:
-        patch.setattr("stretto.runs.loop.time", clock)
+        patch.setattr("stretto.runs.training_loop.time", clock)
         result = stretto.train(
             settings(tiny_folder, steps=4, out=str(tmp_path), minutes=3.5), progress=display
         )

@@ -27,7 +27,7 @@ from helpers import check_trace_events
 from raising import raises
 from run_helpers import Killer, killed_by_ctrl_c, processes
 from stretto import runs
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster_config import ProcessConfig
 from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError

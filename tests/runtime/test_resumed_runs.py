@@ -13,7 +13,7 @@ import pytest
 
 from run_helpers import lines, settings
 from stretto import runs
-from stretto.assembly.models import NO_OVERRIDES, Overrides
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import Config
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress

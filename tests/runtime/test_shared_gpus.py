@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raising import raises
-from stretto.assembly.models import NO_OVERRIDES
+from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.config import Config
 from stretto.errors import RankError
 from stretto.models.load import load_causal_lm

@@ -17,7 +17,7 @@ from docs_helpers import blocks
 from raising import raises
 from run_helpers import settings
 from stretto.api.planning import PLANNED, variants_of
-from stretto.assembly.controls import Migrating, ScheduledRun, controls, controls_of
+from stretto.assembly.controllers import Migrating, ScheduledRun, controls, controls_of
 from stretto.config import Config, ScheduleConfig, recipes
 from stretto.config.knobs import Settings
 from stretto.errors import ConfigError, StateError
@@ -30,7 +30,6 @@ from stretto.schedules.migration import (
     MigrationLimits,
     MigrationPolicy,
 )
-from stretto.schedules.models import LatencyModel, LengthModel, drain_seconds, drain_times
 from stretto.schedules.overcommit import (
     Algorithm1,
     Equation4,
@@ -38,6 +37,7 @@ from stretto.schedules.overcommit import (
     Overcommit,
     ThroughputOvercommit,
 )
+from stretto.schedules.predictors import LatencyModel, LengthModel, drain_seconds, drain_times
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Prompt
 

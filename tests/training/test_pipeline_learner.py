@@ -479,7 +479,7 @@ def test_a_run_can_be_resumed_with_ranks(tiny_folder: Path, tmp_path: Path) -> N
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The parts of runs that the test makes."""
-    module = importlib.import_module("stretto.runs.loop")
+    module = importlib.import_module("stretto.runs.training_loop")
     parts: list[Any] = []
     start = module.start
     monkeypatch.setattr(module, "start", lambda *args: parts.append(start(*args)) or parts[-1])
@@ -534,7 +534,7 @@ def test_a_rank_that_dies_while_responses_are_generated_ends_the_run(
 def test_an_interrupted_run_ends_its_ranks_and_saves_the_last_step(
     tiny_folder: Path, tmp_path: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.runs.loop.UPDATE_S", 1.0)
+    monkeypatch.setattr("stretto.runs.training_loop.UPDATE_S", 1.0)
     from safetensors.torch import load_file
 
     from stretto.observe.progress import NoProgress

@@ -18,7 +18,7 @@ from helpers import critic_of, llama, make_rollouts, told
 from loss_helpers import inputs_of, mask_of
 from raising import raises
 from stretto.assembly import parts
-from stretto.assembly.controls import share_cores
+from stretto.assembly.controllers import share_cores
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig

@@ -12,7 +12,7 @@ from raising import raises
 from run_helpers import Notes, assert_same_run, length, settings
 from stretto import runs
 from stretto.assembly import parts
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory
 from stretto.training import warmup

@@ -29,7 +29,7 @@ import stretto
 from raising import raises
 from run_helpers import lines
 from stretto import PPOConfig, PPOTrainer
-from stretto.assembly.models import made_ready
+from stretto.assembly.run_models import made_ready
 from stretto.config import Config, recipes
 from stretto.config.cluster_config import ProcessConfig
 from stretto.errors import (

@@ -8,12 +8,12 @@ Heavy libraries load when a function is called.
 
 from stretto.api.alignment import align as align
 from stretto.api.alignment import resume_alignment as resume_alignment
-from stretto.api.models import benchmark as benchmark
-from stretto.api.models import evaluate as evaluate
-from stretto.api.models import generate as generate
-from stretto.api.models import label as label
-from stretto.api.models import label_responses as label_responses
-from stretto.api.models import measure as measure
+from stretto.api.inference import benchmark as benchmark
+from stretto.api.inference import evaluate as evaluate
+from stretto.api.inference import generate as generate
+from stretto.api.inference import label as label
+from stretto.api.inference import label_responses as label_responses
+from stretto.api.inference import measure as measure
 from stretto.api.runs import compare as compare
 from stretto.api.runs import report as report
 from stretto.api.runs import simulate as simulate

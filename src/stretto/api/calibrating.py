@@ -12,7 +12,7 @@ from stretto.api.settings import Settings, config_of
 from stretto.machine import Machine, current_start
 from stretto.planner.calibration import MeasuredDevice, Point, fitted, predicted_s
 from stretto.planner.hardware import Hardware, write_hardware
-from stretto.planner.memory import HALF
+from stretto.planner.memory_model import HALF
 from stretto.saying import LOADING, Say, working
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def calibrate(
     with working(say, LOADING):
         import torch
 
-        from stretto.assembly.models import prepare_torch
+        from stretto.assembly.run_models import prepare_torch
         from stretto.models.backend import pick_device
         from stretto.planner.measuring import Sizes, device_of, measured, model_to_measure
 

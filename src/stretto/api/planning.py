@@ -42,7 +42,7 @@ from stretto.types import short_name
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate, PlanSpec
-    from stretto.planner.search import Found
+    from stretto.planner.plan_search import Found
     from stretto.runtime.sim.episodes import Episodes
 
 PLANNED = (
@@ -130,7 +130,7 @@ def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan
     if options.gpus < 1:
         raise ConfigError(f"`gpus = {options.gpus}`: give 1 or more", "greater_than")
     with working(say, "loading the simulator"):
-        from stretto.planner.search import search
+        from stretto.planner.plan_search import search
 
     config = config_of(settings)
     check_algorithm(config)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from stretto.assembly.models import load_actor, prepare_torch, with_adapters
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import load_actor, prepare_torch, with_adapters
 from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.sections import NonNegativeInt, Seed

@@ -22,7 +22,7 @@ from stretto.config.sections import NonNegativeInt, Number, Seed
 from stretto.errors import ConfigError
 from stretto.interfaces import in_python
 from stretto.observe import records
-from stretto.observe.compare import Comparison, VariantResult
+from stretto.observe.comparison import Comparison, VariantResult
 from stretto.observe.display import repeated
 from stretto.observe.report import MAX_RUNS, html_page, load
 from stretto.observe.run_directory import METRICS
@@ -142,7 +142,7 @@ def compare(
         target: Reward to reach, smoothed over 10 steps. Default: 95 % of the way from sync's first
             reward to its last.
     """
-    from stretto.assembly.models import Overrides
+    from stretto.assembly.run_models import Overrides
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stretto.api.runs import Job, config_of_job, schedule_of
 from stretto.config import recipes
-from stretto.observe.compare import VariantResult
+from stretto.observe.comparison import VariantResult
 from stretto.observe.idle import ALL_DEVICES
 from stretto.saying import Advance, unseen
 

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from stretto.assembly.models import Overrides
+    from stretto.assembly.run_models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
-    from stretto.runs.loop import OnStep
+    from stretto.runs.training_loop import OnStep
     from stretto.scoring.streaming import StreamingReward
     from stretto.tasks import Task
 
@@ -175,7 +175,7 @@ def _train(run: Begun[Any], display: Progress, on_step: OnStep | None) -> Any:
     lines: list[str] = []
     with display.working(LOADING):
         from stretto import runs
-        from stretto.assembly.models import NO_OVERRIDES
+        from stretto.assembly.run_models import NO_OVERRIDES
 
         actor = overrides.actor if overrides else None
         if actor is None:  # otherwise the model has its own dtype
@@ -280,9 +280,9 @@ def _leave(run: Begun[Any], display: Progress) -> None:
 
 
 def _continuation(run: Begun[Any], done: int) -> str:
-    from stretto.assembly.models import NO_OVERRIDES
+    from stretto.assembly.run_models import NO_OVERRIDES
     from stretto.runs.checkpoint import newest
-    from stretto.runs.loop import taken_again
+    from stretto.runs.training_loop import taken_again
 
     folder = run.run_dir.checkpoints
     step = newest(folder)
@@ -442,7 +442,7 @@ def _begun(
 def _overrides(
     reward: Any, task: Any, model: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Overrides, dict[str, Any]]:
-    from stretto.assembly.models import Overrides
+    from stretto.assembly.run_models import Overrides
 
     arguments = {"reward": reward, "task": task, "model": model}
     changes: dict[str, Any] = {

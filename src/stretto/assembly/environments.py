@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.models import NO_OVERRIDES, Overrides
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RewardConfig
 from stretto.config.sections import reward_source
 from stretto.environments.bridge import Bridge

@@ -15,10 +15,10 @@ import numpy as np
 from torch import nn
 
 from stretto import tasks
-from stretto.assembly import models
+from stretto.assembly import run_models
 from stretto.assembly.environments import turn_ends
-from stretto.assembly.models import Overrides
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import Overrides
 from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
@@ -106,37 +106,39 @@ def trained_models(
     LoRA, the frozen weights. Checkpoints contain only later changes.
     """
     m, tokenizer = config.model, prompts.tokenizer
-    base = models.make_actor(m, overrides, say, merged=False)
+    base = run_models.make_actor(m, overrides, say, merged=False)
     ends = overrides.end_tokens
     if ends is None:
         ends = end_token_ids(unwrapped(base), tokenizer) | turn_ends(config, tokenizer)
     _check_ends(config.reward, config.rollout.stop, ends)
     config.require_positions("the actor", positions(base, generating=True))
     if draft := config.rollout.speculative_model:
-        models.check_draft(m, draft, tokenizer, say)
+        run_models.check_draft(m, draft, tokenizer, say)
     RoleFactory(config, say).check_rewards(rewards, prompts.first(FIRST))
     check_lora(base, m)
-    adapted = models.starts_adapted(m, overrides.actor)
+    adapted = run_models.starts_adapted(m, overrides.actor)
     _check_cuts(config.pipeline, config.critic.init, base, rewards)
     warmed_up(base, config, prompts, overrides, say)
     critic, trained = None, trained_names(base)
     if config.algorithm.definition.critic:
-        critic = models.make_critic(m, config.critic.init, base, tokenizer, rewards, overrides, say)
+        critic = run_models.make_critic(
+            m, config.critic.init, base, tokenizer, rewards, overrides, say
+        )
         merge_stack = stack if overrides.critic is not None else None
-        critic = models.with_adapters(critic, m, config.seed, "SEQ_CLS", merge_stack)
+        critic = run_models.with_adapters(critic, m, config.seed, "SEQ_CLS", merge_stack)
     for name, parameter in base.named_parameters():  # the critic's adapters froze them
         parameter.requires_grad_(name in trained)
     merge_stack = stack if overrides.actor is not None else None
-    actor = models.with_adapters(base, m, config.seed, "CAUSAL_LM", merge_stack)
+    actor = run_models.with_adapters(base, m, config.seed, "CAUSAL_LM", merge_stack)
     reference = None
     if config.algorithm.has_reference:
         if overrides.reference is not None:
-            reference = models.made_ready(overrides.reference, m.device, "the reference")
+            reference = run_models.made_ready(overrides.reference, m.device, "the reference")
             reference.requires_grad_(False)
         elif adapted:
             reference = starting_policy(actor)
         else:  # with LoRA the actor without its adapters is the reference
-            reference = actor if m.lora_rank else models.frozen_copy(base)
+            reference = actor if m.lora_rank else run_models.frozen_copy(base)
     for name, model in (("critic", critic), ("reference", reference)):
         if model is not None:
             config.require_positions(f"the {name}", positions(model))

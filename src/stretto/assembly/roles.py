@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.environments import turn_ends
-from stretto.assembly.models import Overrides, Reward, load_draft, load_reward_model, made_ready
+from stretto.assembly.run_models import Overrides, Reward, load_draft, load_reward_model, made_ready
 from stretto.config import AlgorithmConfig, Capabilities, Config, ModelConfig, RolloutConfig
 from stretto.config.knobs import Knobs
 from stretto.config.sections import RewardSource

@@ -25,7 +25,7 @@ from stretto.tasks.supervised_rows import read_demonstrations, read_pairs
 from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:
-    from stretto.assembly.models import Overrides
+    from stretto.assembly.run_models import Overrides
 
 
 def check_run(

@@ -29,8 +29,8 @@ from stretto.api.runs import (
 )
 from stretto.api.settings import settled
 from stretto.checks import check_run
+from stretto.cli.options import Recipe, call_with_config, leading_recipe, value_of
 from stretto.cli.parsing import call, takes
-from stretto.cli.settings import Recipe, call_with_config, leading_recipe, value_of
 from stretto.config import Config, recipes
 from stretto.config.sections import NonNegativeInt, Number, Port
 from stretto.errors import ConfigError, nearest
@@ -38,7 +38,7 @@ from stretto.interfaces import command_line, worded
 from stretto.machine import Machine
 from stretto.observe import make_progress
 from stretto.observe import report as reports
-from stretto.observe.compare import Comparison, VariantResult
+from stretto.observe.comparison import Comparison, VariantResult
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
 from stretto.observe.run_directory import claim

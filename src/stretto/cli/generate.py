@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from stretto import tasks
-from stretto.api.models import answers, generate
+from stretto.api.inference import answers, generate
 from stretto.cli.parsing import File, takes
 from stretto.config import EnvironmentConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.sections import NonNegativeInt, PositiveInt, Rows

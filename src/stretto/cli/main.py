@@ -43,7 +43,7 @@ COMMANDS = {
 
 MODULES = {
     **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
-    **dict.fromkeys(("eval", "label"), "models"),
+    **dict.fromkeys(("eval", "label"), "evaluate"),
     **dict.fromkeys(("report", "watch"), "compare"),
     "chat": "generate",
 }

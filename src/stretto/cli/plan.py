@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, PlanOptions
+from stretto.cli.options import Recipe, call_with_config
 from stretto.cli.parsing import File, takes
-from stretto.cli.settings import Recipe, call_with_config
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
 from stretto.interfaces import command_line, worded
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import host_bytes
+from stretto.planner.memory_model import host_bytes
 from stretto.saying import Saying, format_size
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
-    from stretto.planner.search import PlanResult
+    from stretto.planner.plan_search import PlanResult
 
 _SHARING = {
     "all": "all roles on all GPUs",

@@ -10,8 +10,7 @@ from tyro.conf import arg
 
 from stretto.api.alignment import align, check_settings, replaced, resume_alignment, stages_of
 from stretto.api.settings import RESUMABLE, check_resumable
-from stretto.cli.parsing import File, options_of, takes
-from stretto.cli.settings import (
+from stretto.cli.options import (
     RECIPE_HELP,
     DryRun,
     call_with_config,
@@ -19,6 +18,7 @@ from stretto.cli.settings import (
     parse_with_config,
     value_of,
 )
+from stretto.cli.parsing import File, options_of, takes
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.config.sections import Seed
 from stretto.errors import ConfigError
@@ -75,7 +75,7 @@ def command_train(
 
     objects = None
     if warmup_file:  # the import is slow, so it comes before the folder is created
-        from stretto.assembly.models import Overrides
+        from stretto.assembly.run_models import Overrides
 
         objects = Overrides(warmup=Path(warmup_file))
     name = recipes.name_of(recipe or DEFAULT_RECIPE)
@@ -153,9 +153,9 @@ def run_sft(arguments: Sequence[str]) -> int:
 def run_reward(arguments: Sequence[str]) -> int:
     """Train a reward model and report the results, or label pairs."""
     if arguments and arguments[0] == "label":
-        from stretto.cli import models
+        from stretto.cli import evaluate
 
-        return models.run_label(arguments[1:])
+        return evaluate.run_label(arguments[1:])
     return _supervised("reward", arguments, RewardModelConfig, command_reward)
 
 

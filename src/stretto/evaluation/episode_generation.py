@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from stretto.assembly.controls import turn_sampling
+from stretto.assembly.controllers import turn_sampling
 from stretto.assembly.environments import bridge_for, open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
 from stretto.environments.processes import close_all

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError

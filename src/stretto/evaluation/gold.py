@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
-from stretto.assembly.models import load_reward_model
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import load_reward_model
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.models.info import load_config

@@ -52,7 +52,7 @@ def benchmark(
 ) -> list[Benchmark]:
     """Run benchmarks.
 
-    The arguments are those of :func:`stretto.api.models.benchmark`. ``config`` has device and
+    The arguments are those of :func:`stretto.api.inference.benchmark`. ``config`` has device and
     dtype, and ``batch`` responses are decoded at a time.
 
     Raises MissingExtraError without lm-evaluation-harness, ConfigError if a benchmark is unknown or

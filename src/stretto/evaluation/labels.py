@@ -20,9 +20,9 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from stretto import outside
-from stretto.assembly.models import NO_OVERRIDES, prepare_torch
 from stretto.assembly.parts import open_prompts
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import NO_OVERRIDES, prepare_torch
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
@@ -149,7 +149,7 @@ def label_responses(
     The best response to a prompt becomes ``chosen`` and the worst ``rejected``. Responses cut off
     by the token limit are left out, because a reader of the file would take them for complete.
 
-    The arguments are those of :func:`stretto.api.models.label_responses`.
+    The arguments are those of :func:`stretto.api.inference.label_responses`.
 
     Raises ConfigError for fewer than two responses to a prompt, or an unusable source or output
     file, TaskError for only ties or unfinished responses, and RewardError if the source failed.

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto import outside, tasks
 from stretto.assembly.environments import open_environment
-from stretto.assembly.models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.assembly.parts import ANSWERS_FROM, open_prompts
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides, load_actor, prepare_torch
 from stretto.bounds import ceil_div
 from stretto.config import ENVIRONMENT, Config, ModelConfig, RowsConfig, TaskConfig
 from stretto.config.sections import reward_source
@@ -149,8 +149,8 @@ def evaluate(
     With an environment an answer is an episode. The task's verifier scores it, or the environment's
     reward if ``reward.sources`` have the environment and not the task.
 
-    The arguments are those of :func:`stretto.api.models.evaluate`. ``trained`` are the settings of
-    the model's training, past or future, by default ``config``.
+    The arguments are those of :func:`stretto.api.inference.evaluate`. ``trained`` are the settings
+    of the model's training, past or future, by default ``config``.
 
     Raises TaskError without a verifier or prompts, RewardError if the verifier failed on an answer,
     and ModelError if the model cannot be loaded.
@@ -205,7 +205,7 @@ def measure(
 
     Responses are sampled at ``rollout.temperature``. Likely mistakes are checked first.
 
-    The arguments are those of :func:`stretto.api.models.measure`, and ``trained`` is as in
+    The arguments are those of :func:`stretto.api.inference.measure`, and ``trained`` is as in
     :func:`evaluate`. All sources of a win-rate score the same responses.
 
     Raises ConfigError for a KL of greedy responses, or an SFT model with another tokenizer,

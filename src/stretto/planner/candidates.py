@@ -13,10 +13,10 @@ from typing import Literal
 from stretto.bounds import ceil_div
 from stretto.config import ScheduleConfig
 from stretto.models.shapes import Shape
-from stretto.planner import formulas, memory
+from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
-from stretto.planner.memory import Parts
+from stretto.planner.memory_model import Parts
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
@@ -143,11 +143,11 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     models = spec.models
     layout = candidate.layout
     rows = spec.in_flight(candidate.schedule)
-    phases = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
+    phases = memory_model.phases_of(models, layout, rows, spec.longest, spec.hardware)
     if candidate.schedule.knobs.streams:
         tensor, copies = layout.scorer.tensor, layout.scorer.data
         tokens = rows * spec.workload.mean_tokens / copies
-        streams = tokens * sum(memory.cache_bytes(shape, tensor) for shape in models.scoring)
+        streams = tokens * sum(memory_model.cache_bytes(shape, tensor) for shape in models.scoring)
         phases["scoring"] = {**phases["scoring"], "responses that stream": streams}
     stages = layout.learner.stages
     more = {
@@ -238,7 +238,7 @@ def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
     tokens = int(spec.workload.batch * spec.workload.mean_tokens)
     ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
     usable = spec.hardware.usable_bytes
-    fitting = (way for way in ways if memory.learner_bytes(spec.models, way) <= usable)
+    fitting = (way for way in ways if memory_model.learner_bytes(spec.models, way) <= usable)
     return list(islice(fitting, 1))
 
 
@@ -290,7 +290,7 @@ def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
         generator.tensor,
         spec.hardware,
         length=spec.workload.prompt_tokens.quantile(0.5, 0),
-        free_bytes=memory.cache_room_bytes(models, layout, spec.hardware),
+        free_bytes=memory_model.cache_room_bytes(models, layout, spec.hardware),
     )
     sync_s = _reshard_s if layout.colocated else _broadcast_s
     load_s = sync_s(models.actor, learner, generator, spec.hardware)
@@ -347,7 +347,8 @@ def swap_s(spec: PlanSpec, layout: Layout) -> float:
     if not layout.offload:
         return 0.0
     on, models = spec.hardware, spec.models
-    size = 2 * memory.kept_bytes(models, layout.learner) + memory.frozen_bytes(models, layout)
+    kept = memory_model.kept_bytes(models, layout.learner)
+    size = 2 * kept + memory_model.frozen_bytes(models, layout)
     return size / (on.links.host_bytes_per_s * on.assumed.link)
 
 

@@ -24,7 +24,7 @@ from stretto.planner.fitting import (
     model_shape,
 )
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import CONTEXT, PHASES, SYNC, Adapters, DeviceMemory
+from stretto.planner.memory_model import CONTEXT, PHASES, SYNC, Adapters, DeviceMemory
 from stretto.runtime.placement import ProcessPlacement, places
 from stretto.saying import format_size
 

@@ -20,7 +20,7 @@ from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import (
+from stretto.planner.memory_model import (
     CACHE,
     COMMUNICATOR,
     CONTEXT,

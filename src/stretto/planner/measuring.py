@@ -30,7 +30,7 @@ from stretto.models.shapes import Shape, known_config
 from stretto.planner import formulas
 from stretto.planner.calibration import MeasuredDevice, Point
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import BUCKET, HALF, activation_bytes, logits_bytes
+from stretto.planner.memory_model import BUCKET, HALF, activation_bytes, logits_bytes
 from stretto.rollout.base import Engine, EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.training.backprop import LocalBackprop

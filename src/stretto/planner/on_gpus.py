@@ -10,7 +10,7 @@ from stretto.config.sections import Gpus
 from stretto.errors import ConfigError
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
-from stretto.planner.memory import Parts, host_bytes, phases_of, rows_in_flight
+from stretto.planner.memory_model import Parts, host_bytes, phases_of, rows_in_flight
 from stretto.saying import format_size
 
 RESPONSES = 512

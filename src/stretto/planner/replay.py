@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from stretto.assembly.controls import share_cores
+from stretto.assembly.controllers import share_cores
 from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
 from stretto.config.cluster_config import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
@@ -22,7 +22,7 @@ from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace
 from stretto.planner.calibration import Calibration, calibrate, role_of
-from stretto.planner.memory import SYNC
+from stretto.planner.memory_model import SYNC
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import SampleCost, Speculation

@@ -6,4 +6,4 @@ from stretto.runs.finetuning import RewardModelResult as RewardModelResult
 from stretto.runs.finetuning import SftResult as SftResult
 from stretto.runs.finetuning import sft as sft
 from stretto.runs.finetuning import train_reward_model as train_reward_model
-from stretto.runs.loop import train as train
+from stretto.runs.training_loop import train as train

@@ -4,7 +4,7 @@
 
     checkpoints/step-000020/
     ├── driver.pt        prompts and schedule (runtime/state.py)
-    ├── inputs.json      fingerprints of rows and models at the start (runs/loop.py)
+    ├── inputs.json      fingerprints of rows and models at the start (runs/training_loop.py)
     ├── learner/         trained models, optimizers and generation weights, one file per process
     │                    that holds a part of them (training/shard_files.py)
     └── manifest.json    length and SHA-256 of each other file

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Self
 
 from stretto import files
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, ScheduleConfig
 from stretto.errors import StorageError
 from stretto.evaluation import HeldOut

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from stretto.assembly.models import prepare_torch
+from stretto.assembly.run_models import prepare_torch
 from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
 from stretto.models import load

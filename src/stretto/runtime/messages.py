@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.assembly.models import Overrides, prepare_torch
+from stretto.assembly.run_models import Overrides, prepare_torch
 from stretto.config import Config
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.offload import CopyStream, OffloadedTensors

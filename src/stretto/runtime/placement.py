@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.assembly.controls import CoreShares, share_cores
+from stretto.assembly.controllers import CoreShares, share_cores
 from stretto.bounds import ceil_div
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig, RolloutConfig
 from stretto.config.cluster_config import LEARNER, ProcessConfig, generator_names

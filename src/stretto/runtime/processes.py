@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stretto import outside
-from stretto.assembly.models import Device, Overrides
+from stretto.assembly.run_models import Device, Overrides
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster_config import LEARNER
 from stretto.errors import ConfigError, RankError, first_line

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
-from stretto.assembly.controls import bounds_what_waits, controls_of, holding_of, migrating_of
+from stretto.assembly.controllers import bounds_what_waits, controls_of, holding_of, migrating_of
 from stretto.assembly.environments import open_environment
-from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import ANSWERS_FROM, look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.config import Config
 from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.errors import RankError, StrettoError, first_line

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.assembly.models import (
+from stretto.assembly.parts import open_prompts, warmed_up
+from stretto.assembly.roles import RoleFactory, load_reward
+from stretto.assembly.run_models import (
     made_ready,
     make_actor,
     make_critic,
     starts_adapted,
     with_adapters,
 )
-from stretto.assembly.parts import open_prompts, warmed_up
-from stretto.assembly.roles import RoleFactory, load_reward
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.backend import pick_device

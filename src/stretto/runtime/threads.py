@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.assembly.controls import share_cores
-from stretto.assembly.models import Overrides
+from stretto.assembly.controllers import share_cores
 from stretto.assembly.parts import trained_models
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import Overrides
 from stretto.config import Config
 from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.models.backend import backend_of, pick_device

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
-from stretto.schedules.models import LengthModel
+from stretto.schedules.predictors import LengthModel
 
 SHORTEST = 8  # tokens. In smaller chunks the calls cost more than they overlap
 LONG = 0.95  # quantile of lengths that counts as a long response

@@ -12,7 +12,7 @@ import numpy as np
 from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, check_least
-from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_times, under_way
+from stretto.schedules.predictors import FloatArray, IntArray, Simulating, drain_times, under_way
 
 SHARES = tuple(percent / 100 for percent in range(5, 100, 5))  # simulated R_t, as shares of a batch
 SIMULATED = 1024  # responses in a simulation, over all its replicas

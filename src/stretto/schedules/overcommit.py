@@ -10,7 +10,7 @@ import numpy as np
 from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful, check_least
-from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_seconds, under_way
+from stretto.schedules.predictors import FloatArray, IntArray, Simulating, drain_seconds, under_way
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
 """Candidates for delta, as shares of the batch."""

@@ -23,7 +23,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from stretto import api, files
 from stretto.api.training import rows_in, write_rows
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config import Config, recipes
 from stretto.config.capabilities import ENVIRONMENT
 from stretto.errors import ConfigError, StateError, TaskError

@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.models import Overrides
+from stretto.assembly.run_models import Overrides
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, nearest
 from stretto.trl import arguments, trainer_inputs

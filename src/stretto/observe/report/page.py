@@ -15,9 +15,9 @@ import numpy as np
 from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
 from stretto.observe.idle import CAUSES, role_order
-from stretto.observe.report import runs as figures
+from stretto.observe.report import run_data as figures
 from stretto.observe.report import style
-from stretto.observe.report.runs import LoadedRun
+from stretto.observe.report.run_data import LoadedRun
 from stretto.observe.report.timeline import bars, waits
 from stretto.observe.trace import TracedStep
 

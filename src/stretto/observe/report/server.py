@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from stretto.errors import ConfigError, StrettoError
 from stretto.observe.records import Growing
 from stretto.observe.report.page import MAX_RUNS, html_page, news
-from stretto.observe.report.runs import LoadedRun, load
+from stretto.observe.report.run_data import LoadedRun, load
 from stretto.observe.run_directory import RunDirectory
 
 HOST = "127.0.0.1"

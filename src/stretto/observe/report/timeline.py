@@ -11,7 +11,7 @@ from string import Template
 from stretto.errors import ConfigError
 from stretto.observe.idle import time_of_roles
 from stretto.observe.report import style
-from stretto.observe.report.runs import LoadedRun
+from stretto.observe.report.run_data import LoadedRun
 from stretto.observe.spans import ENVIRONMENT, Span
 from stretto.observe.trace import TracedStep
 from stretto.observe.waiting import profile

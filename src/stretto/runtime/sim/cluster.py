@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from stretto.assembly.controls import Migrating
+from stretto.assembly.controllers import Migrating
 from stretto.config import ScheduleConfig, changes, recipes
 from stretto.config.sections import (
     NonNegative,

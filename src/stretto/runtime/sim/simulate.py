@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
-from stretto.assembly.controls import ScheduledRun, controls
+from stretto.assembly.controllers import ScheduledRun, controls
 from stretto.config import ENVIRONMENT
 from stretto.config.knobs import Settings
 from stretto.observe.idle import TimeSheet

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from stretto.observe.display import REWARD
 from stretto.observe.idle import is_generator, role_order
-from stretto.observe.report.runs import LoadedRun, shares
+from stretto.observe.report.run_data import LoadedRun, shares
 from stretto.saying import padded
 
 BASELINE = "sync"  # the variant that speed-ups are relative to and that sets the target reward

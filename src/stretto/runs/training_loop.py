@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.assembly.models import NO_OVERRIDES, Overrides
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import Config, ModelConfig
 from stretto.config.sections import RewardSource
 from stretto.errors import StalledError, StateError, StorageError

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from stretto.api.models import benchmark, evaluate, label, label_responses, measure
+from stretto.api.inference import benchmark, evaluate, label, label_responses, measure
 from stretto.api.settings import model_of, trained_with
 from stretto.checks import check_measured
-from stretto.cli.parsing import File, Model, takes
-from stretto.cli.settings import (
+from stretto.cli.options import (
     RECIPE_HELP,
     call_with_config,
     leading_recipe,
     parse_with_config,
     value_of,
 )
+from stretto.cli.parsing import File, Model, takes
 from stretto.config import Config, RewardModelConfig, recipes
 from stretto.config.sections import NonNegativeInt, Rows, Seconds, Temperature, Workers
 from stretto.errors import ConfigError, require

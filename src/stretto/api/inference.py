@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from stretto.assembly.models import Overrides
+    from stretto.assembly.run_models import Overrides
     from stretto.evaluation import Benchmark, EvalResult, LabelResult, LlmJudge, Measured
     from stretto.evaluation.generation import Answer
 
@@ -253,7 +253,7 @@ def generate(
         raise ConfigError(message, "prompts-not-list")
     overrides = None
     if not isinstance(model, str | Path):
-        from stretto.assembly.models import Overrides
+        from stretto.assembly.run_models import Overrides
 
         overrides = Overrides(actor=model, tokenizer=tokenizer)
     for prompt in prompts:
@@ -309,7 +309,7 @@ def answers(
         with working(on_stderr, CHECKING):
             check_measured(Config.model_construct(model=config), config.name, rows=False)
     with working(on_stderr, LOADING):
-        from stretto.assembly.models import NO_OVERRIDES
+        from stretto.assembly.run_models import NO_OVERRIDES
         from stretto.evaluation.generation import generate
 
     waiting: dict[int, Answer] = {}
