@@ -28,8 +28,8 @@ from stretto.observe.progress import NoProgress
 from stretto.planner.formulas import priced
 from stretto.planner.replay import Recording
 from stretto.runtime.sim.cluster import Cluster
-from stretto.runtime.sim.episodes import Episodes, Waits
 from stretto.runtime.sim.simulate import SimResult, simulate
+from stretto.runtime.sim.turns import Episodes, Waits
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sync": {"preset": "sync"},

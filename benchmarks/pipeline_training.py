@@ -37,7 +37,7 @@ from stretto.pipelines.executor.stages import Name
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.pipelined import PipelinePlan, Planner
-from stretto.training.stages import StageTrainer
+from stretto.training.stage_trainer import StageTrainer
 from stretto.training.trained import LearningRate
 
 PROFILED = 4

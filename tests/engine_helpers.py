@@ -16,8 +16,8 @@ from stretto.models.devices import Backend
 from stretto.models.info import language_auto
 from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import FullWeights, VllmEngine
 from stretto.rollout.vllm.llm import Output
+from stretto.rollout.vllm.vllm_engine import FullWeights, VllmEngine
 from stretto.runtime.sim.loop import run
 from stretto.schedules.rollout import Rollout
 from stretto.types import (

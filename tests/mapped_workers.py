@@ -21,8 +21,8 @@ from stretto.models.mapped import convert, take
 from stretto.models.shards import ShardLayout
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
-from stretto.runtime import learner, services
-from stretto.runtime.messages import RoleSetup, probe_of
+from stretto.runtime import learner_service, role_services
+from stretto.runtime.process_messages import RoleSetup, probe_of
 from stretto.training import sharded
 from stretto.training.sharded import Grid, ShardedModel
 from stretto.training.trained import LearningRate
@@ -69,10 +69,10 @@ class MappedRank:
         setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"] * dist.get_world_size())
         probe = probe_of([Prompt(0, (1, 2, 3), "")])
         make: Callable[[], object] = {
-            "learner": lambda: learner.learner(setup, probe),
-            "generator": lambda: services.generator(setup, role, probe),
-            "reference": lambda: services.reference(setup),
-            "critic": lambda: services.critic(setup),
+            "learner": lambda: learner_service.learner(setup, probe),
+            "generator": lambda: role_services.generator(setup, role, probe),
+            "reference": lambda: role_services.reference(setup),
+            "critic": lambda: role_services.critic(setup),
         }[role]
 
         def look(*args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class MappedRank:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sharded, "fully_shard", look)
-            patch.setattr(services, "cut_linears", look)
+            patch.setattr(role_services, "cut_linears", look)
             with pytest.raises(InterruptedError):
                 make()
         return seen[0]

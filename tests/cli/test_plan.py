@@ -31,8 +31,8 @@ from stretto.planner.candidates import candidates, memory_by_phase
 from stretto.planner.fitting import RunMemory
 from stretto.planner.hardware import GPUS, read_hardware
 from stretto.runtime.placement import places
-from stretto.runtime.sim.episodes import Waits
 from stretto.runtime.sim.lengths import Lognormal, Uniform
+from stretto.runtime.sim.turns import Waits
 
 PPO = recipes.build(
     {

@@ -1,7 +1,7 @@
 """What every generation engine must do, and the simulated one with them.
 
 An engine joins by a line of :data:`SUBJECTS`. Whatever has its name in ``rollout.engine`` is in
-:data:`~stretto.rollout.registry.ENGINES`.
+:data:`~stretto.rollout.engine_registry.ENGINES`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from stretto.errors import EngineError
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import Engine, EngineSettings, StopStrings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.registry import ENGINES
+from stretto.rollout.engine_registry import ENGINES
 from stretto.rollout.vllm.llm import installed
 from stretto.runtime.sim.cluster import GeneratorRole
 from stretto.runtime.sim.costs import GeneratorCost
-from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.generator import SimGenerator
+from stretto.runtime.sim.resources import Device, SimWorker
 from stretto.schedules.rollout import Rollout
 from stretto.testing import World
 from stretto.types import (

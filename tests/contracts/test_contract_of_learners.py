@@ -12,8 +12,8 @@ from engine_helpers import Virtual
 from helpers import critic_of, llama, make_learner, make_rollouts
 from stretto.runtime.sim.cluster import LearnerRole
 from stretto.runtime.sim.costs import TrainCost
-from stretto.runtime.sim.devices import Device, SimWorker
-from stretto.runtime.sim.roles import SimLearner
+from stretto.runtime.sim.resources import Device, SimWorker
+from stretto.runtime.sim.sim_roles import SimLearner
 from stretto.schedules.rollout import train_batch
 from stretto.testing import FakeLearner, World
 

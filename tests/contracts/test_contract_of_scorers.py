@@ -20,8 +20,8 @@ from stretto.errors import LifecycleError
 from stretto.models.tiny import byte_tokenizer
 from stretto.runtime.sim.cluster import ScorerRole
 from stretto.runtime.sim.costs import PrefillCost
-from stretto.runtime.sim.devices import Device, SimWorker
-from stretto.runtime.sim.roles import SimScorer
+from stretto.runtime.sim.resources import Device, SimWorker
+from stretto.runtime.sim.sim_roles import SimScorer
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer

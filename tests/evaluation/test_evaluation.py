@@ -859,7 +859,7 @@ def test_the_engine_of_the_settings_answers(
         opened.append((settings, StandIn()))
         return opened[-1][1]
 
-    monkeypatch.setattr("stretto.rollout.vllm.engine.open_requests", open_requests)
+    monkeypatch.setattr("stretto.rollout.vllm.vllm_engine.open_requests", open_requests)
     monkeypatch.setattr("stretto.rollout.vllm.llm.installed", lambda: Version("0.32"))
     monkeypatch.setattr(StandIn, "longest", 10_000)
     monkeypatch.setattr(StandIn, "ends", {258})

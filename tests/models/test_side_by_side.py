@@ -10,7 +10,7 @@ from threading import Event, Thread, get_ident
 import pytest
 import torch
 
-from stretto.models.threads import interrupt, set_threads, side_by_side
+from stretto.models.cpu_threads import interrupt, set_threads, side_by_side
 
 
 @pytest.fixture(autouse=True)

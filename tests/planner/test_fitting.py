@@ -38,8 +38,8 @@ from stretto.planner.memory_model import (
     Adapters,
     DeviceMemory,
 )
-from stretto.rollout import registry
-from stretto.rollout.registry import choose
+from stretto.rollout import engine_registry
+from stretto.rollout.engine_registry import choose
 from stretto.runtime.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
@@ -430,7 +430,7 @@ def test_open_settings_are_settled_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backend, "pick_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(choices, "capacity", lambda _: 80 * GB)
-    monkeypatch.setattr(registry, "installed", lambda: None)
+    monkeypatch.setattr(engine_registry, "installed", lambda: None)
     on_gpus = settled(config, said.append)
     assert on_gpus.rollout.engine == "torch"
     assert on_gpus.training.microbatch_tokens == 16_384
@@ -473,7 +473,7 @@ def test_vllm_generates_where_it_can(
     settings: dict[str, Any], version: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Version(version) if version else None
-    monkeypatch.setattr(registry, "installed", lambda: found)
+    monkeypatch.setattr(engine_registry, "installed", lambda: found)
     assert choose(Config.model_validate(settings))[0] == engine
 
 
@@ -481,7 +481,7 @@ def test_passes_are_fitted_to_gpus_that_only_a_cluster_has(monkeypatch: pytest.M
     """Eight of 80 GB, as is assumed; with ten ranks, some share one."""
     cluster = SimpleNamespace(gpus=8.0)
     monkeypatch.setattr("stretto.workers.ray_cluster.find", lambda: cluster)
-    monkeypatch.setattr(registry, "installed", lambda: Version("0.32"))
+    monkeypatch.setattr(engine_registry, "installed", lambda: Version("0.32"))
     config = Config.model_validate(
         {
             "runtime": "ray",

@@ -36,11 +36,11 @@ from stretto.runtime.sim.costs import (
     Speculation,
     TrainCost,
 )
-from stretto.runtime.sim.devices import Cores, Device, SimWorker
-from stretto.runtime.sim.episodes import Episodes, Waits
 from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.resources import Cores, Device, SimWorker
 from stretto.runtime.sim.simulate import simulate
+from stretto.runtime.sim.turns import Episodes, Waits
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import Prompt

@@ -37,7 +37,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
 from stretto.runtime.clients import KVRouter
-from stretto.runtime.learner import LearnerService
+from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import ProcessPlacement
 from stretto.runtime.processes import LAUNCHERS, Launcher
 from stretto.runtime.run import Run, start

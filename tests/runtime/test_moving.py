@@ -14,7 +14,7 @@ from stretto.errors import TransferError
 from stretto.models.cached import RowCache
 from stretto.runtime.clients import KVRouter
 from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVStore
-from stretto.runtime.services import GeneratorService
+from stretto.runtime.role_services import GeneratorService
 from stretto.types import KVTransfer, Prompt, Reply, Response
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import Facts

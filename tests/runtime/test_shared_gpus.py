@@ -19,13 +19,13 @@ from stretto.config import Config
 from stretto.errors import RankError
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
-from stretto.runtime import learner as learners
-from stretto.runtime import messages, processes, services
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.messages import ADAPTED, RoleSetup
+from stretto.runtime import learner_service as learners
+from stretto.runtime import process_messages, processes, role_services
+from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import places
+from stretto.runtime.process_messages import ADAPTED, RoleSetup
 from stretto.runtime.processes import ProcessWorkers
-from stretto.runtime.services import ScorerService
+from stretto.runtime.role_services import ScorerService
 from stretto.types import WeightsRef
 
 
@@ -175,7 +175,7 @@ def test_segments_of_a_learner_grow_on_gpus_of_its_own(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
-    monkeypatch.setattr(messages.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_messages.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(learners, "pick_device", torch.device)
     learners._grow_segments(setup_of(shares_gpus=shares_gpus, device=device))
     assert given == (["expandable_segments:True"] if grows else [])
@@ -184,18 +184,18 @@ def test_segments_of_a_learner_grow_on_gpus_of_its_own(
 def test_beside_a_learner_of_adapters_the_reference_is_its_actor_without_them(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(messages.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(process_messages.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_messages.dist, "get_world_size", lambda: 1)
     model = {"name": str(tiny_folder), "dtype": "float32", "lora_rank": 2}
     config = Config.model_validate({"model": model, "threads": 1})
     device = torch.device("cpu")
     actor = add_lora(load_causal_lm(tiny_folder, torch.float32, device), config.model, "CAUSAL_LM")
     setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"], offload=True, shared={ADAPTED: actor})
-    service = services.reference(setup)
+    service = role_services.reference(setup)
     held = {p.data_ptr() for p in actor.parameters() if not p.requires_grad}
     assert {p.data_ptr() for p in service.worker.model.parameters()} == held
     assert service.offloaded is None  # they are the learner's, too
-    alone = services.reference(replace(setup, shared={}))
+    alone = role_services.reference(replace(setup, shared={}))
     assert not held & {p.data_ptr() for p in alone.worker.model.parameters()}
     assert alone.offloaded is not None
     assert alone._marks == service._marks

@@ -42,7 +42,6 @@ from stretto.runtime.sim.costs import (
     TrainCost,
     TransferCost,
 )
-from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import Replica, SimGenerator, SimRow, decode
 from stretto.runtime.sim.lengths import (
@@ -58,7 +57,8 @@ from stretto.runtime.sim.lengths import (
     Uniform,
 )
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.runtime.sim.roles import SimLearner, SimScorer
+from stretto.runtime.sim.resources import Device, SimWorker
+from stretto.runtime.sim.sim_roles import SimLearner, SimScorer
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.testing import make_chunk
 from stretto.types import Chunk, FinishReason, Prompt, Score

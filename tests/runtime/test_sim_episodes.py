@@ -29,13 +29,13 @@ from stretto.runtime.sim.costs import (
     TrainCost,
     TransferCost,
 )
-from stretto.runtime.sim.devices import Device, SimWorker
-from stretto.runtime.sim.episodes import Episodes, SimEnvironment, Turn, Turns, Waits, turn_of
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.runtime.sim.roles import SimScorer
+from stretto.runtime.sim.resources import Device, SimWorker
+from stretto.runtime.sim.sim_roles import SimScorer
 from stretto.runtime.sim.simulate import simulate
+from stretto.runtime.sim.turns import Episodes, SimEnvironment, Turn, Turns, Waits, turn_of
 from stretto.schedules.rollout import Rollout
 from stretto.types import Chunk, FinishReason, Prompt, Sampling
 

@@ -26,8 +26,8 @@ from stretto.errors import StateError, StorageError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.messages import Ready
+from stretto.runtime.learner_service import LearnerService
+from stretto.runtime.process_messages import Ready
 from stretto.runtime.state import Claim, copied, fit, write
 from stretto.schedules.rollout import Rollout, restored
 from stretto.training import shard_files

@@ -17,8 +17,8 @@ from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import Spans
 from stretto.protocols import RealClock
 from stretto.runtime.clients import GeneratorClient
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.messages import Loaded, Offer
+from stretto.runtime.learner_service import LearnerService
+from stretto.runtime.process_messages import Loaded, Offer
 from stretto.runtime.weight_sync import (
     TRIES,
     Action,

@@ -36,9 +36,9 @@ from rounding import rounding
 from stretto.config import ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
+from stretto.models.cpu_threads import set_threads
 from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.lora import add_lora
-from stretto.models.threads import set_threads
 from stretto.models.weights import fingerprint, load_weights, with_own_weights
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.training import agreement

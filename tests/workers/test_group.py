@@ -24,8 +24,8 @@ import torch.distributed as dist
 from helpers import ManualClock
 from raising import raises
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, StrettoError
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.services import GeneratorService, ScorerService
+from stretto.runtime.learner_service import LearnerService
+from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.types import Decoded, Reply, Work
 from stretto.workers import ranks as ranks_module
 from stretto.workers import services as services_module

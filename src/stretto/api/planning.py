@@ -43,7 +43,7 @@ from stretto.types import short_name
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate, PlanSpec
     from stretto.planner.plan_search import Found
-    from stretto.runtime.sim.episodes import Episodes
+    from stretto.runtime.sim.turns import Episodes
 
 PLANNED = (
     *("sync", "oppo", "oppo-no-intra", "oppo-no-inter", "async", "async-overcommit"),
@@ -351,7 +351,7 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
 
 def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episodes | None:
     """Return the turns and waits to plan for, ``None`` if responses have one turn."""
-    from stretto.runtime.sim.episodes import Episodes
+    from stretto.runtime.sim.turns import Episodes
 
     ranges = {
         "turns": _two("turns", options.turns, "the fewest and the most"),

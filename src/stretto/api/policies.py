@@ -28,7 +28,7 @@ from stretto.observe.lock import in_use
 from stretto.observe.progress import on_stderr
 from stretto.observe.run_directory import RunDirectory
 from stretto.rollout.base import Engine
-from stretto.rollout.registry import engine_of
+from stretto.rollout.engine_registry import engine_of
 from stretto.runs import checkpoint
 from stretto.runtime.state import LEARNER
 from stretto.saying import CHECKING, silent, working

@@ -92,7 +92,7 @@ def settled(config: R, say: Callable[[str], object]) -> R:
         return config
     from stretto.planner.choices import fitted
     from stretto.planner.fitting import GPU_BYTES
-    from stretto.rollout.registry import choose
+    from stretto.rollout.engine_registry import choose
 
     if isinstance(config, Config) and config.rollout.engine == "auto":
         engine, because = choose(config)

@@ -29,7 +29,7 @@ from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import fingerprint_of
 from stretto.pipelines.executor.stages import Name
 from stretto.rollout.base import Engine, EngineSettings, StopStrings
-from stretto.rollout.registry import engine_of
+from stretto.rollout.engine_registry import engine_of
 from stretto.saying import Say, silent
 from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.functions import FunctionScorer

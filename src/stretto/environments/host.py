@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from stretto.environments.adapters import Episode, Source, recognise
 from stretto.environments.launch import launch
+from stretto.environments.object_threads import needs_main_thread
 from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, bounded, shortened, summed
 from stretto.environments.running import CallError, Runner, is_cancelled
-from stretto.environments.shapes import Episode, Source, recognise
-from stretto.environments.threads import needs_main_thread
 from stretto.errors import ConfigError, RewardError
 from stretto.outside import describe
 from stretto.plain import plain

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
-from stretto.environments.made import is_verl
-from stretto.environments.shapes import (
+from stretto.environments.adapters import (
     Factory,
     is_trl,
     made_by,
@@ -18,6 +17,7 @@ from stretto.environments.shapes import (
     tools_of,
     unknown_environment,
 )
+from stretto.environments.made import is_verl
 from stretto.environments.tools import schema_of
 from stretto.errors import ConfigError
 

@@ -12,7 +12,11 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from stretto.environments.threads import ObjectThread, needs_main_thread, refused_outside_main
+from stretto.environments.object_threads import (
+    ObjectThread,
+    needs_main_thread,
+    refused_outside_main,
+)
 from stretto.outside import describe, in_this_process
 
 GRACE_S = 5.0

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from stretto.environments.object_threads import ObjectThread
 from stretto.environments.results import as_text, error_text, read_result
 from stretto.environments.running import CallError, Runner
-from stretto.environments.threads import ObjectThread
 from stretto.errors import ConfigError, nearest
 from stretto.plain import plain
 

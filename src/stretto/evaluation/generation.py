@@ -20,7 +20,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.rollout.base import Engine
-from stretto.rollout.registry import ENGINES, engine_of
+from stretto.rollout.engine_registry import ENGINES, engine_of
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import response_text

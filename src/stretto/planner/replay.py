@@ -26,9 +26,9 @@ from stretto.planner.memory_model import SYNC
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import SampleCost, Speculation
-from stretto.runtime.sim.episodes import Episodes
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
+from stretto.runtime.sim.turns import Episodes
 from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
 

@@ -16,9 +16,9 @@ from stretto.errors import RankError, TransferError
 from stretto.observe.spans import SWAPS
 from stretto.protocols import Tracer
 from stretto.runtime.kv_transfer import SAMPLE_BYTES
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.messages import Loaded
-from stretto.runtime.services import FollowerService, GeneratorService, ScorerService
+from stretto.runtime.learner_service import LearnerService
+from stretto.runtime.process_messages import Loaded
+from stretto.runtime.role_services import FollowerService, GeneratorService, ScorerService
 from stretto.types import (
     Chunk,
     Decoded,

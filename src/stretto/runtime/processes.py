@@ -26,9 +26,8 @@ from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
 from stretto.protocols import Clock
-from stretto.rollout.registry import engine_of
-from stretto.runtime import learner, services
-from stretto.runtime.messages import RoleSetup, probe_of
+from stretto.rollout.engine_registry import engine_of
+from stretto.runtime import learner_service, role_services
 from stretto.runtime.placement import (
     ProcessPlacement,
     RolePlacement,
@@ -37,6 +36,7 @@ from stretto.runtime.placement import (
     remarks,
     shares_weights,
 )
+from stretto.runtime.process_messages import RoleSetup, probe_of
 from stretto.saying import Say, working
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
@@ -111,7 +111,7 @@ class ProcessWorkers:
             for process, group in zip(self._processes, self.groups, strict=True)
             for placed in process.roles
         }
-        self.ready = self.executors[LEARNER].ask(learner.LearnerService.ready)
+        self.ready = self.executors[LEARNER].ask(learner_service.LearnerService.ready)
         for line in self.ready.notes:
             say(line)
 
@@ -269,16 +269,16 @@ class ProcessWorkers:
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         setup = replace(setup, overrides=_needed(placed, setup.overrides))
         if placed.role == LEARNER:
-            return learner.learner, (setup, probe_of(self._first))
+            return learner_service.learner, (setup, probe_of(self._first))
         match placed.scorer:
             case "":
-                return services.generator, (setup, placed.role, probe_of(self._first))
+                return role_services.generator, (setup, placed.role, probe_of(self._first))
             case "reference":
-                return services.reference, (setup,)
+                return role_services.reference, (setup,)
             case "critic":
-                return services.critic, (setup,)
+                return role_services.critic, (setup,)
             case source:
-                return services.reward_model, (setup, source, self._first)
+                return role_services.reward_model, (setup, source, self._first)
 
     def _compare(self) -> None:
         threads = dict[str, int]()

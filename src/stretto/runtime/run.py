@@ -26,13 +26,13 @@ from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator, RealClock
 from stretto.runtime.clients import GeneratorClient, KVRouter, LearnerClient, ScorerClient
-from stretto.runtime.learner import LearnerService
+from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import RolePlacement
 from stretto.runtime.processes import MemoryWatch, ProcessWorkers
-from stretto.runtime.services import GeneratorService, ScorerService
+from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
-from stretto.runtime.threads import ThreadWorkers
+from stretto.runtime.thread_workers import ThreadWorkers
 from stretto.runtime.weight_sync import Tolerance, WeightSync
 from stretto.saying import Say, working
 from stretto.schedules.controls import Controls

@@ -30,9 +30,9 @@ from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.observe.spans import WEIGHT_SYNC
 from stretto.protocols import Replaceable, Tracer
 from stretto.runtime.clients import FollowerClient, Load
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.messages import Loaded, Offer
-from stretto.runtime.services import FollowerService
+from stretto.runtime.learner_service import LearnerService
+from stretto.runtime.process_messages import Loaded, Offer
+from stretto.runtime.role_services import FollowerService
 from stretto.saying import Say
 from stretto.training.agreement import FLOORS, LIMITS, is_coarse
 from stretto.types import FloatArray, Reply, WeightsRef

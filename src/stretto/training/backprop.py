@@ -19,8 +19,8 @@ from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.bounds import ceil_div
 from stretto.config.training_config import token_budget
+from stretto.models.cpu_threads import side_by_side
 from stretto.models.forward import by_token_budget, packs, packs_rightly, unwrapped
-from stretto.models.threads import side_by_side
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.trained import TrainedModel
 from stretto.types import Stats

@@ -39,7 +39,7 @@ from stretto.pipelines.solve import SEEDS, solve
 from stretto.training.backprop import divided
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.shard_files import in_memory
-from stretto.training.stages import Names, StageTrainer, stage_state, whole_state
+from stretto.training.stage_trainer import Names, StageTrainer, stage_state, whole_state
 from stretto.training.trained import (
     LearningRate,
     Snapshots,
@@ -64,7 +64,7 @@ WORDS: Mapping[Callable[..., Any], str] = {
     StageTrainer.state: "the transfer of the state",
     StageTrainer.load: "the transfer of a saved state",
 }
-"""Names of the :class:`~stretto.training.stages.StageTrainer`'s methods in messages."""
+"""Names of the :class:`~stretto.training.stage_trainer.StageTrainer`'s methods in messages."""
 
 
 class StagedModel(Trained):

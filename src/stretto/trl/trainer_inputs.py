@@ -18,10 +18,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from stretto.config import EnvironmentConfig, TaskConfig
+from stretto.environments.adapters import is_trl
 from stretto.environments.objects import named_objects
 from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.renderer import open_bridge
-from stretto.environments.shapes import is_trl
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import scalar_head

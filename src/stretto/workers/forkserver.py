@@ -35,8 +35,8 @@ PRELOADED = (
     "torch.distributed",
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
-    "stretto.runtime.learner",
-    "stretto.runtime.services",
+    "stretto.runtime.learner_service",
+    "stretto.runtime.role_services",
 )
 """Modules that the server imports. Names, because some of them are in higher layers."""
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 import torch
 
 from stretto.errors import LifecycleError
+from stretto.models.cpu_threads import interrupt, set_threads
 from stretto.models.devices import RoleStream
-from stretto.models.threads import interrupt, set_threads
 from stretto.types import Reply
 from stretto.workers.drive import in_caller
 

@@ -20,7 +20,7 @@ from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings, StopStrings
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.vllm import llm
-from stretto.rollout.vllm.engine import SEEDS, FullWeights, VllmEngine
+from stretto.rollout.vllm.vllm_engine import SEEDS, FullWeights, VllmEngine
 from stretto.types import Chunk, FinishReason, Prompt, Response, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
 

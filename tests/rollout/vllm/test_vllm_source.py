@@ -17,7 +17,7 @@ from stretto.models.lora import add_lora, trained_names
 from stretto.models.shards import ShardLayout, TensorPart, index
 from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint_of
-from stretto.rollout.vllm.engine import source_of
+from stretto.rollout.vllm.vllm_engine import source_of
 from stretto.weights.buckets import BucketPlan
 
 

@@ -25,8 +25,8 @@ from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine, source_of
 from stretto.rollout.vllm.llm import LlmRequests, check_options, open_requests
+from stretto.rollout.vllm.vllm_engine import VllmEngine, source_of
 from stretto.schedules.rollout import Rollout
 from stretto.types import IntArray, Prompt, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel

@@ -28,9 +28,9 @@ from stretto.config.sections import (
 )
 from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
-from stretto.runtime.sim.episodes import Episodes, Turns
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.lengths import Distribution, LearningCurve, Lognormal, Uniform
+from stretto.runtime.sim.turns import Episodes, Turns
 from stretto.schedules.hold import HoldLimits
 from stretto.schedules.migration import MigrationLimits
 from stretto.types import Sampling, ScoreKind

@@ -30,8 +30,8 @@ import numpy as np
 from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, Speculation
-from stretto.runtime.sim.devices import SimWorker
-from stretto.runtime.sim.episodes import Turn, turn_of
+from stretto.runtime.sim.resources import SimWorker
+from stretto.runtime.sim.turns import Turn, turn_of
 from stretto.types import (
     Chunk,
     Decoded,

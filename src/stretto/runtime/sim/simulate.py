@@ -16,13 +16,13 @@ from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import DriverCost
-from stretto.runtime.sim.devices import Cores, Device, SimWorker
-from stretto.runtime.sim.episodes import SimEnvironment
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run, spend
-from stretto.runtime.sim.roles import SimLearner, SimScorer
+from stretto.runtime.sim.resources import Cores, Device, SimWorker
+from stretto.runtime.sim.sim_roles import SimLearner, SimScorer
+from stretto.runtime.sim.turns import SimEnvironment
 from stretto.saying import Advance, unseen
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit

@@ -9,8 +9,8 @@ from stretto.config.capabilities import EngineName
 from stretto.config.cluster_config import LEARNER
 from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine
 from stretto.rollout.vllm.llm import OLDEST, installed
+from stretto.rollout.vllm.vllm_engine import VllmEngine
 
 ENGINES: Mapping[EngineName, type[Engine]] = {"torch": TorchEngine, "vllm": VllmEngine}
 

@@ -34,7 +34,8 @@ from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters,
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
-from stretto.runtime.messages import (
+from stretto.runtime.placement import learner_layout
+from stretto.runtime.process_messages import (
     ADAPTED,
     SENDER,
     Loaded,
@@ -43,7 +44,6 @@ from stretto.runtime.messages import (
     RoleSetup,
     frozen_mark,
 )
-from stretto.runtime.placement import learner_layout
 from stretto.saying import silent
 from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.streaming import CodeScorer

@@ -24,8 +24,8 @@ from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.load import save_model
 from stretto.models.offload import OffloadedTensors
-from stretto.runtime.messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.placement import learner_layout
+from stretto.runtime.process_messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.state import claim_of, copied, fit, size_of
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files

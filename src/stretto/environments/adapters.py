@@ -25,9 +25,9 @@ from stretto.environments.made import (
     is_verl,
     made,
 )
+from stretto.environments.object_threads import ObjectThread
 from stretto.environments.results import Opening, Step, error_text, read_opening, read_step, summed
 from stretto.environments.running import CallError, Runner
-from stretto.environments.threads import ObjectThread
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.conventions import as_number

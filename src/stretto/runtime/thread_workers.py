@@ -23,10 +23,10 @@ from stretto.config import Config
 from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.weights import with_own_structure, with_own_weights
-from stretto.runtime.learner import LearnerService
-from stretto.runtime.messages import Ready
+from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import RolePlacement
-from stretto.runtime.services import GeneratorService, ScorerService
+from stretto.runtime.process_messages import Ready
+from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.saying import Say, working
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel

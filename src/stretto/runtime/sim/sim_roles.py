@@ -13,7 +13,7 @@ import numpy as np
 from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import LearnerRole, ScorerRole, known
 from stretto.runtime.sim.costs import PrefillCost
-from stretto.runtime.sim.devices import SimWorker
+from stretto.runtime.sim.resources import SimWorker
 from stretto.types import (
     CONTEXT,
     Chunk,
