@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -328,7 +329,7 @@ def test_ranks_end_with_their_driver(how: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_on_two_nodes_are_stable_and_lost_with_one() -> None:
+def test_ranks_on_two_nodes_are_stable_lost_with_one_and_wait_for_another() -> None:
     from ray.cluster_utils import Cluster
 
     options: dict[str, Any] = {"object_store_memory": 80 * 2**20}
@@ -361,6 +362,12 @@ def test_ranks_on_two_nodes_are_stable_and_lost_with_one() -> None:
             ranks.call(Misbehaving.hang)
         assert caught.value.rank in theirs
         require_gone(pids, LIMIT_S)
+        # New ranks wait for a node in place of the lost one.
+        with ThreadPoolExecutor(1) as pool:
+            launched = pool.submit(launch, cluster, 3)
+            nodes.add_node(num_cpus=2, **options)
+            ranks = launched.result()
+        assert ranks.call_each(Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
         cluster.close()
     finally:
         ray.shutdown()

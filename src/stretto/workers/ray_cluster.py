@@ -39,6 +39,8 @@ _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|
 _LOGIN = re.compile(r"://[^/]*@")
 
 _REASON_S = 2.0  # for Ray to learn how an actor ended
+_AGAIN_S = 1.0  # between starts on nodes that are lost
+_LOST = "was lost with its node"
 _NO_MEMORY = "low on memory"  # Ray's words if its memory monitor has killed a process
 _CONNECT_S = 10.0
 _SAY_EVERY_S = 30.0
@@ -344,33 +346,46 @@ class ActorProcesses:
         share: float = 1.0,  # of its place per rank, as other groups may use the rest
         python: str = "",  # interpreter with the cluster's versions of Python and Ray
     ) -> None:
-        import ray
-
         self.one_clock = cluster.alone
+        self._specs = specs
+        self._cluster = cluster
         self._places = places or range(len(specs))
+        self._share = share
+        self._python = python
         self._say = cluster.say
         self._listener, self._secrets = Listener(cluster.host), json.dumps(cluster.secrets).encode()
-        self._actors: list[Any] = []
-        self._runs: list[Any] = []
+        self._killed = False
         try:
-            for spec, place in zip(specs, self._places, strict=False):
-                environment = _environment(cluster.environment, spec.threads)
-                options = {"env_vars": environment} | ({"py_executable": python} if python else {})
-                bundle = cluster.bundles[place]
-                actor = ray.remote(RankActor).options(
-                    num_cpus=bundle.cpus * share,
-                    num_gpus=bundle.gpus * share,
-                    max_restarts=0,  # a restarted one would lack the group and the weights
-                    max_task_retries=0,
-                    scheduling_strategy=cluster.scheduling(place),
-                    runtime_env=options,
-                )
-                self._actors.append(actor.remote())
-                run = self._actors[-1].run
-                self._runs.append(run.remote(spec, self._listener.address, self._listener.key))
+            self._start()
         except BaseException:
             self.kill()
             raise
+
+    def _start(self) -> None:
+        """Start all actors, unless they were killed meanwhile."""
+        import ray
+
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        for spec, place in zip(self._specs, self._places, strict=False):
+            environment = _environment(self._cluster.environment, spec.threads)
+            options: dict[str, Any] = {"env_vars": environment}
+            if self._python:
+                options["py_executable"] = self._python
+            bundle = self._cluster.bundles[place]
+            actor = ray.remote(RankActor).options(
+                num_cpus=bundle.cpus * self._share,
+                num_gpus=bundle.gpus * self._share,
+                max_restarts=0,  # a restarted one would lack the group and the weights
+                max_task_retries=0,
+                scheduling_strategy=self._cluster.scheduling(place),
+                runtime_env=options,
+            )
+            self._actors.append(actor.remote())
+            run = self._actors[-1].run
+            self._runs.append(run.remote(spec, self._listener.address, self._listener.key))
+        if self._killed:
+            self._kill_actors()
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
         import ray
@@ -389,8 +404,16 @@ class ActorProcesses:
                     said_s = time.monotonic()
                     progress = f"{len(connections)} of {len(self._runs)} processes"
                     self._say(f"waiting for actors of Ray to start and connect: {progress} have")
-                for run in ray.wait(self._runs, timeout=0)[0]:
-                    raise NotConnectedError(self._runs.index(run))
+                if ended := ray.wait(self._runs, timeout=0)[0]:
+                    rank = self._runs.index(ended[0])
+                    if self._killed or time.monotonic() >= until_s or not self._lost_its_node(rank):
+                        raise NotConnectedError(rank)
+                    # Ray takes a while to notice that a node is dead, and to find another place.
+                    while connections:
+                        connections.popitem()[1].close()
+                    self._kill_actors()
+                    time.sleep(_AGAIN_S)
+                    self._start()
                 if time.monotonic() >= until_s:
                     address = ":".join(map(str, self._listener.address))
                     raise NotConnectedError(
@@ -403,13 +426,20 @@ class ActorProcesses:
         return [connections[rank] for rank in sorted(connections)]
 
     def kill(self) -> None:
+        self._killed = True
+        self._listener.close()
+        self._kill_actors()
+
+    def _kill_actors(self) -> None:
         import ray
 
-        self._listener.close()
         if ray.is_initialized():
             for actor in self._actors:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     ray.kill(actor)
+
+    def _lost_its_node(self, rank: int) -> bool:
+        return self.ended(rank)[0].startswith(_LOST)
 
     def ended(self, rank: int) -> tuple[str, Sequence[str]]:
         import ray
@@ -437,13 +467,13 @@ def explained(reason: BaseException) -> str:
     if isinstance(reason, ray.exceptions.RuntimeEnvSetupError):
         return "could not be given its environment"
     if isinstance(reason, ray.exceptions.ActorUnavailableError):
-        return "was lost with its node, or the connection to it,"
+        return f"{_LOST}, or the connection to it,"
     if getattr(reason, "preempted", False):
-        return "was ended with its node, which was taken away,"
+        return f"{_LOST}, which was taken away,"
     if "ray.kill" in text:
         return "was killed through Ray"
     if "its node has died" in text:
-        return "was lost with its node"
+        return _LOST
     if isinstance(reason, ray.exceptions.RayTaskError):
         return f"failed: {text.strip().splitlines()[-1]}"
     return "ended unexpectedly (it crashed, or was killed by hand or for want of memory)"
