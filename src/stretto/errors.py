@@ -153,7 +153,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-ADVICE = "; mend the cause"
+ADVICE = "; fix the cause"
 """Begins the advice in the text of a RankError."""
 
 

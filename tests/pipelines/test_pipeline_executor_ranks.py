@@ -103,7 +103,7 @@ def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: Ranks)
     require_none_left()
     assert str(told[0]) == (
         "rank 0 of 2 was killed by SIGKILL (by hand, or for want of memory) between two calls. "
-        "All ranks have been ended; mend the cause, and try again"
+        "All ranks have been ended; fix the cause, and try again"
     )
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.pid)

@@ -95,7 +95,7 @@ def test_each_loss_is_told_once_and_without_the_advice_to_start_again() -> None:
     fleet = Fleet(2)
     member = fleet.member("critic")
     assert fleet.losses() == []
-    member.note("died", "critic was lost: it was killed; mend the cause, and start again")
+    member.note("died", "critic was lost: it was killed; fix the cause, and start again")
     tell(member, "starting")
     assert fleet.losses() == ["critic was lost: it was killed (restart 1 of 2)"]
     assert fleet.losses() == []

@@ -159,7 +159,7 @@ def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
     assert there.wait(LIMIT_S)
     assert str(told[0]) == (
         "rank 0 of 2 ended unexpectedly (it crashed, or was killed by hand or for want of memory) "
-        "between two calls. All ranks have been ended; mend the cause, and try again"
+        "between two calls. All ranks have been ended; fix the cause, and try again"
     )
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.pid)

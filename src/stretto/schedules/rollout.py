@@ -540,7 +540,7 @@ def reasons_to_reject(
     raise RewardError(
         f"{len(failures)} of {len(rollouts)} responses could not be scored{problem}. The first:\n"
         f"{next(iter(failures.values()))[1]}\n"
-        f"Mend {at_fault}{remedy}",
+        f"Fix {at_fault}{remedy}",
         list(failures),
         "responses-without-reward",
     )
