@@ -55,7 +55,7 @@ def test_what_the_user_says_of_waiting_stays(name: str, monkeypatch: pytest.Monk
     not any((Path(torch.__file__).parent / "lib").glob("libgomp*")),
     reason="torch brings no OpenMP of GNU's",
 )
-@pytest.mark.parametrize("module", ["stretto", "stretto.scoring.worker"])
+@pytest.mark.parametrize("module", ["stretto", "stretto.scoring.function_host"])
 def test_openmp_reads_it_when_torch_loads_it(module: str) -> None:
     """In commands and scripts that import stretto first, and in a process of a reward function."""
     done = subprocess.run(

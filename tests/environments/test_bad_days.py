@@ -21,6 +21,7 @@ from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.types import FORKS
 from stretto.workers import child as child_processes
+from stretto.workers.user_code import Host
 
 SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
 
@@ -498,9 +499,9 @@ def test_a_late_read_takes_nothing_from_the_next_process(monkeypatch: pytest.Mon
             readers.append(thread)
         return read(descriptor, size)
 
-    def next_start(module: str) -> subprocess.Popen[bytes]:
+    def next_start(host: type[Host]) -> subprocess.Popen[bytes]:
         ended.set()
-        child = start(module)
+        child = start(host)
         release.set()
         time.sleep(0.1)
         return child

@@ -15,7 +15,7 @@ from bridge_helpers import Player, role_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments.host import Host
+from stretto.environments.host import EnvironmentHost
 from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.results import bounded
 from stretto.environments.running import CallError, Runner
@@ -26,8 +26,8 @@ from stretto.workers.child import ProcessLostError
 SHORT = EnvironmentConfig(timeout_s=0.2, parallel=4, max_observation_tokens=2)
 
 
-def host_of(**named: Any) -> Host:
-    return Host(named, settings_of(SHORT), worn=lambda: None)
+def host_of(**named: Any) -> EnvironmentHost:
+    return EnvironmentHost(named, settings_of(SHORT))
 
 
 def turn(*calls: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def turn(*calls: Mapping[str, Any]) -> dict[str, Any]:
     return {"finish": "stop", "calls": made}
 
 
-def asked(host: Host, *bodies: Mapping[str, Any]) -> list[dict[str, Any]]:
+def asked(host: EnvironmentHost, *bodies: Mapping[str, Any]) -> list[dict[str, Any]]:
     async def go() -> list[dict[str, Any]]:
         return [await host.answer({"episode": 1, **body}) for body in bodies]
 
@@ -63,7 +63,7 @@ def raises_cancelled() -> None:
 @pytest.mark.parametrize("function", [cancelled, cancels_itself, raises_cancelled])
 def test_users_code_that_is_cancelled_by_itself_has_raised(function: Any) -> None:
     async def go() -> None:
-        run = Runner(1, 5.0, lambda: None)
+        run = Runner(1, 5.0)
         for _ in range(2):  # its place is free again
             with pytest.raises(CallError, match="CancelledError"):
                 await asyncio.wait_for(run(function), 5.0)
@@ -75,18 +75,17 @@ def test_a_thread_whose_call_was_cancelled_is_lost_until_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stretto.environments.running.GRACE_S", 0.0)
-    worn: list[int] = []
     end = Event()
 
     async def go() -> None:
-        run = Runner(100, 60.0, lambda: worn.append(1), most_lost=2)
+        run = Runner(100, 60.0, most_lost=2)
         tasks = [asyncio.ensure_future(run(end.wait)) for _ in range(2)]
         await asyncio.sleep(0.01)
         for task in tasks:
-            assert not worn
+            assert not run.is_worn
             task.cancel()
             await asyncio.sleep(0.01)
-        assert worn == [1]
+        assert run.is_worn
         end.set()
         while run._lost:
             await asyncio.sleep(0.01)

@@ -116,7 +116,6 @@ def test_code_shows_whether_it_needs_the_main_thread() -> None:
 def test_a_call_behind_one_that_was_given_up_waits_for_its_thread() -> None:
     """It neither runs beside it nor counts as another lost thread, and is not made later."""
     calls: list[str] = []
-    worn: list[int] = []
 
     async def go() -> None:
         end = asyncio.Event()
@@ -126,12 +125,12 @@ def test_a_call_behind_one_that_was_given_up_waits_for_its_thread() -> None:
             asyncio.run_coroutine_threadsafe(end.wait(), loop).result()
             calls.append("hung")
 
-        run = Runner(4, 0.05, lambda: worn.append(1), most_lost=2)
+        run = Runner(4, 0.05, most_lost=2)
         thread = ObjectThread()
         for made in (hang, lambda: calls.append("never")):
             with pytest.raises(CallError, match="longer than"):
                 await run(made, thread=thread)
-        assert (run._lost, thread.hangs, worn) == (1, True, [])
+        assert (run._lost, thread.hangs, run.is_worn) == (1, True, False)
         end.set()
         run.timeout_s = 5.0
         await run(lambda: calls.append("then"), thread=thread)

@@ -206,7 +206,7 @@ def test_records_tell_what_was_not_run_and_what_took_too_long() -> None:
         return ""
 
     async def answered() -> list[dict[str, Any]]:
-        tools = ToolSet({"hang": hang}, Runner(4, 0.01, lambda: None), Results())
+        tools = ToolSet({"hang": hang}, Runner(4, 0.01), Results())
         call = {"arguments": {}, "raw": "", "id": ""}
         asked = [{**call, "name": "hang", "status": "ok"}, {**call, "name": "no", "status": "ok"}]
         asked.append({**call, "name": "", "status": "unclosed"})

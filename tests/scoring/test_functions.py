@@ -38,9 +38,9 @@ from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.conventions import convention_of
+from stretto.scoring.function_host import open_function
 from stretto.scoring.functions import Answers, FunctionScorer
 from stretto.scoring.response_buffer import response_text
-from stretto.scoring.worker import open_function
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow, fingerprint
 from stretto.types import FinishReason, Message, Prompt, Score
@@ -904,7 +904,7 @@ def test_prints_and_input_do_not_reach_the_channel(
         print('{"ready": 1}')
         def f(completions):
             print('{"at": 0, "value": 9}', flush=True)
-            os.write(1, b'{"done": null}\\n')
+            os.write(1, b'{"answer": null}\\n')
             subprocess.run(["echo", "from a child"])
             assert sys.stdin.read() == ""
             return [1.0]
@@ -1459,10 +1459,13 @@ def test_functions_may_use_pools_of_processes(function: Scorers, name: str) -> N
     "lines",
     [
         ['{"request": 2, "pid": PID, "at": 0, "value": 9}'],
-        ['{"request": 3, "pid": 1, "at": 0, "value": 9}', '{"request": 3, "pid": 1, "done": null}'],
+        [
+            '{"request": 3, "pid": 1, "at": 0, "value": 9}',
+            '{"request": 3, "pid": 1, "answer": null}',
+        ],
         ['{"request": 3, "pid": PID, "at": 1, "value": 9}'],
-        ['{"request": 3, "pid": PID, "done": null}'],
-        ['{"at": 0, "value": 9}', '{"done": null}'],
+        ['{"request": 3, "pid": PID, "answer": null}'],
+        ['{"at": 0, "value": 9}', '{"answer": null}'],
         ["no JSON"],
         ["[]"],
     ],

@@ -8,7 +8,8 @@ import math
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, Self
 
 from stretto.environments.adapters import Episode, Source, recognise
 from stretto.environments.launch import launch
@@ -16,7 +17,7 @@ from stretto.environments.object_threads import needs_main_thread
 from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, bounded, shortened, summed
 from stretto.environments.running import CallError, Runner, is_cancelled
 from stretto.errors import ConfigError, RewardError
-from stretto.outside import describe
+from stretto.outside import describe, import_module, member_of
 from stretto.plain import plain
 from stretto.scoring.conventions import (
     ENVIRONMENTS,
@@ -28,9 +29,6 @@ from stretto.scoring.conventions import (
     function_or_object,
     listed,
 )
-
-CLOSE_S = 5.0
-"""Seconds in which all open episodes must close at the end of a run."""
 
 _OPEN = ("error", "place", "failure", "calls", "result")
 """Keys of an answer whose length depends on user code."""
@@ -59,8 +57,8 @@ async def judged(
         return {"error": str(error)}
 
 
-class Host:
-    """Answers requests about episodes concurrently, in an event loop.
+class EnvironmentHost:
+    """Answers requests about episodes (see :mod:`stretto.workers.user_code`).
 
     ::
 
@@ -78,20 +76,20 @@ class Host:
         named: the objects of ``environment.sources`` by name.
         settings: ``timeout_s``, ``parallel`` and ``max_observation_tokens`` of the environment, and
             ``reward_timeout_s`` of judges.
-        worn: called once as many threads hang as calls may run.
         judges: reward functions that take environments, by reward source.
     """
+
+    concurrent: ClassVar = True
 
     def __init__(
         self,
         named: Mapping[str, Any],
         settings: Mapping[str, Any],
-        worn: Callable[[], object],
         judges: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        self._run = Runner(settings["parallel"], settings["timeout_s"], worn)
+        self._run = Runner(settings["parallel"], settings["timeout_s"])
         # No limit: in lockstep, programs get their turns only once all of them have sent a request.
-        self._unlimited = Runner(sys.maxsize, math.inf, worn, settings["parallel"])
+        self._unlimited = Runner(sys.maxsize, math.inf, settings["parallel"])
         self._characters = CHARACTERS_PER_TOKEN * settings["max_observation_tokens"]
         self.source: Source = recognise(named, self._run, settings.get("settings", {}))
         if judges and self.source.kind != "environment":
@@ -101,7 +99,7 @@ class Host:
                 "no-environments",
             )
         limit_s = settings.get("reward_timeout_s", settings["timeout_s"])
-        self._judging = Runner(settings["parallel"], limit_s, worn)
+        self._judging = Runner(settings["parallel"], limit_s)
         self._judges = {
             name: function_or_object(judge, "", name) for name, judge in (judges or {}).items()
         }
@@ -117,6 +115,20 @@ class Host:
             "run": self._run_program,
             "stop": self._stop_program,
         }
+
+    @classmethod
+    def open(cls, opening: Mapping[str, Any]) -> Self:
+        """Import the ``"sources"`` and ``"judges"``, and use the ``"settings"``."""
+        modules: dict[str, ModuleType] = {}
+        sources = _imported(opening["sources"], "`environment.sources`", modules)
+        judges = _imported(opening.get("judges", {}), "reward.sources", modules)
+        host = cls(sources, opening["settings"], judges)
+        host.use_main(asyncio.get_running_loop())
+        return host
+
+    @property
+    def is_worn(self) -> bool:
+        return any(runner.is_worn for runner in (self._run, self._unlimited, self._judging))
 
     def use_main(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Set the event loop for calls that need the process's main thread."""
@@ -218,6 +230,19 @@ class Host:
             self._begin_close(episode)
         self._episodes.clear()
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+
+def _imported(
+    places: Mapping[str, Mapping[str, str]], setting: str, modules: dict[str, ModuleType]
+) -> dict[str, Any]:
+    """Return objects by name. All objects of a file come from one import."""
+    objects = {}
+    for name, place in places.items():
+        file = place["file"]
+        if file not in modules:
+            modules[file] = import_module(file, place["module"], place["root"], setting)
+        objects[name] = member_of(modules[file], place, setting)
+    return objects
 
 
 def _place(error: CallError, program: Any) -> str:

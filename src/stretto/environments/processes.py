@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -15,9 +14,9 @@ from typing import Any, Protocol
 
 from stretto import outside
 from stretto.config import EnvironmentConfig
-from stretto.environments.host import CLOSE_S, Host
-from stretto.errors import RewardError
-from stretto.workers.child import START_LIMIT_S, Child, Message, ProcessLostError
+from stretto.environments.host import EnvironmentHost
+from stretto.workers.child import Child, Message, ProcessLostError
+from stretto.workers.user_code import CLOSE_S
 
 SILENCE_S = 30.0
 """Seconds without a heartbeat after which a process with open requests is ended, because its event
@@ -51,7 +50,7 @@ class Place(Protocol):
     ready: Mapping[str, Any]
     starts: int
 
-    def start(self) -> None:
+    def start(self) -> object:
         """Start it unless it runs. ConfigError for wrong sources, ProcessLostError at a restart."""
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
@@ -83,27 +82,23 @@ class EnvironmentProcess(Child):
     """A process of environments. :meth:`start` starts another if it was lost."""
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
-        super().__init__("stretto.environments.worker", opening)
+        name = f"environment.sources = {', '.join(opening['sources'])}"
+        super().__init__(EnvironmentHost, opening, name, "environment-not-started")
         self._silence_s = max(SILENCE_S, float(opening["settings"]["timeout_s"]))
         self.ready: Mapping[str, Any] = {}
         self._starting = Lock()
 
-    def start(self) -> None:
+    def start(self) -> Mapping[str, Any]:
         """Start it unless it runs (see :class:`Place`)."""
         with self._starting:
-            try:
-                if self._process is None:
+            if not self.ready:
+                self.ready = super().start()
+            elif self._process is None:
+                try:
                     self.ready = self._open()
-            except ProcessLostError as error:
-                if self.ready:  # the sources worked before
+                except ProcessLostError as error:  # the sources worked before
                     raise ProcessLostError("its process ended while it was starting") from error
-                sources = ", ".join(self._opening["sources"])
-                raise RewardError(
-                    f"the process of environment.sources = {sources} ended or took over "
-                    f"{START_LIMIT_S:g} s while it was starting; see what it wrote to standard "
-                    f"error, or run: {sys.executable} -c 'import stretto.environments.worker'",
-                    code="environment-not-started",
-                ) from error
+        return self.ready
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
         """Send a request (see :class:`Place`)."""
@@ -144,7 +139,7 @@ class LocalEnvironment:
         settings: Mapping[str, Any],
         judges: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        self._host = Host(named, settings, lambda: None, judges)
+        self._host = EnvironmentHost(named, settings, judges)
         self.ready: Mapping[str, Any] = self._host.ready()
         self.starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -157,7 +152,7 @@ class LocalEnvironment:
             Thread(target=_run, args=(self._loop,), daemon=True).start()
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
-        """Answer a request (see :class:`Host`)."""
+        """Answer a request (see :class:`EnvironmentHost`)."""
         assert self._loop
         if current_thread() is main_thread():
             with suppress(RuntimeError):  # no event loop runs here

@@ -58,23 +58,15 @@ class Runner:
     Args:
         parallel: most concurrent calls. The time of a waiting call begins when it starts.
         timeout_s: seconds of a call.
-        worn: called once ``most_lost`` threads are lost.
-        most_lost: by default ``parallel``.
+        most_lost: hanging threads after which the process is worn. By default ``parallel``.
 
     Attributes:
         main: event loop in the main thread, if any. A call there delays the loop.
     """
 
-    def __init__(
-        self,
-        parallel: int,
-        timeout_s: float,
-        worn: Callable[[], object],
-        most_lost: int | None = None,
-    ) -> None:
+    def __init__(self, parallel: int, timeout_s: float, most_lost: int | None = None) -> None:
         self.parallel = parallel
         self.timeout_s = timeout_s
-        self._worn = worn
         self._most_lost = most_lost or parallel
         self._places, self._lost = Semaphore(parallel), 0
         self._own: dict[int, tuple[object, Semaphore]] = {}
@@ -115,6 +107,10 @@ class Runner:
             if inspect.isawaitable(result):
                 return await self._in_loop(partial(_itself, result), timeout_s)
             return result
+
+    @property
+    def is_worn(self) -> bool:
+        return self._lost >= self._most_lost
 
     def thread_for(self, kind: Any) -> ObjectThread:
         return ObjectThread(kind, main=self._runs_in_main(kind))
@@ -185,8 +181,6 @@ class Runner:
         if job.thread:
             job.thread.hangs = True
         self._lost += 1
-        if self._lost == self._most_lost:
-            self._worn()
 
     def _work(self, job: _Job, loop: AbstractEventLoop) -> None:
         job.begun = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from queue import SimpleQueue
@@ -24,12 +23,11 @@ from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.plain import form
 from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
+from stretto.scoring.function_host import FunctionHost
 from stretto.scoring.response_buffer import ResponseScorer, response_text
-from stretto.scoring.worker import ready
 from stretto.tasks.task import INDEX_KEY, fingerprint
 from stretto.types import Response, Score, ScorerInfo, WeightsRef
 from stretto.workers.child import (
-    START_LIMIT_S,
     Child,
     Deadline,
     Inbox,
@@ -308,38 +306,23 @@ class FunctionProcess(Child):
     replaced once per request, and once if killed during its start.
 
     Args:
-        opening: names the function. See :mod:`stretto.scoring.worker`.
+        opening: names the function. See :mod:`stretto.scoring.function_host`.
         limit_each: apply the time limit to each verdict rather than to a full request.
     """
 
     def __init__(self, opening: Mapping[str, Any], *, limit_each: bool = False) -> None:
-        super().__init__("stretto.scoring.worker", opening)
+        name = opening.get("url", "of the task")
+        if "function" in opening:
+            name = f"{opening['file']}:{opening['function']}"
+        name = f"the reward function {name}"
+        super().__init__(FunctionHost, opening, name, "function-not-started")
         self._limit_each = limit_each
-        self._name = opening.get("function") or opening.get("url") or "of the task"
-
-    def start(self) -> dict[str, Any]:
-        """Start the process and return its description of the function. Raises if it cannot."""
-        attempts = 0
-        while True:
-            attempts += 1
-            try:
-                return self._open()
-            except ProcessLostError as error:
-                how = _while_starting(error)
-                if attempts == 2 or not error.outside:
-                    raise RewardError(
-                        f"the process of the reward function {dict(self._opening)} {how}; see what "
-                        "it wrote to standard error, or run: "
-                        f"{sys.executable} -c 'import stretto.scoring.worker'",
-                        code="function-not-started",
-                    ) from error
-                _log.warning("reward function %s: its process %s; trying again", self._name, how)
 
     def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
         """Score samples. If the process is lost, asks for all again: a function may compare."""
         answers = self._ask(samples, timeout_s)
         if answers.outside:
-            _log.warning("reward function %s: %s; asking once more", self._name, answers.trouble)
+            _log.warning("%s: %s; asking once more", self._name, answers.trouble)
             answers = self._ask(samples, timeout_s)
         return answers
 
@@ -351,8 +334,8 @@ class FunctionProcess(Child):
             if self._process is None and self._loss is None:  # a loss counts for the next request
                 self.start()
             deadline = Deadline(timeout_s)
-            self._send(samples, inbox.put)
-            while "done" not in (answer := self._next(inbox, deadline)):
+            self._send({"do": "score", "samples": samples}, inbox.put)
+            while "answer" not in (answer := self._next(inbox, deadline)):
                 at = answer.get("at")
                 if not isinstance(at, int) or at not in places:
                     raise MismatchError(f"its verdict {answer} is for no sample without one")
@@ -360,7 +343,7 @@ class FunctionProcess(Child):
                 verdicts.append(answer)
                 if self._limit_each:
                     deadline = Deadline(timeout_s)
-            if answer["done"] is None and places:
+            if answer["answer"] is None and places:
                 raise MismatchError(f"it gave {len(verdicts)} verdicts for {len(samples)} samples")
         except BaseException as error:  # the next request would wait for the rest of this one
             self.close()
@@ -375,23 +358,10 @@ class FunctionProcess(Child):
                 case RewardError():  # it could not be started
                     return Answers(verdicts, str(error))
             raise
-        return Answers(verdicts, answer["done"])
+        return Answers(verdicts, answer["answer"])
 
     def close(self) -> None:
         self._end(ProcessLostError("it was closed"))
-
-
-def _while_starting(error: ProcessLostError) -> str:
-    match error:
-        case LateError(outside=False):
-            return f"took over {START_LIMIT_S:g} s to start"
-        case MismatchError():
-            return f"was stopped while it was starting, as {error}"
-        case LateError():
-            how = "was paused"
-        case _:
-            how = f"was killed (exit code {error.code})" if error.outside else "ended"
-    return f"{how} while it was starting"
 
 
 class LocalFunction:
@@ -404,7 +374,7 @@ class LocalFunction:
         except TypeError:  # a callable object has no source
             file = "Python"
         try:
-            self._function = recognise(function, file, name)
+            self._host = FunctionHost(recognise(function, file, name))
         except (TypeError, ValueError) as error:  # some functions written in C
             raise ConfigError(
                 f"reward.sources: '{name}' does not tell the names of its parameters ({error}); "
@@ -413,11 +383,11 @@ class LocalFunction:
             ) from error
 
     def start(self) -> Mapping[str, Any]:
-        return ready(self._function)
+        return self._host.ready()
 
     def ask(self, samples: Sequence[Mapping[str, Any]], timeout_s: float) -> Answers:
         verdicts: list[Mapping[str, Any]] = []
-        trouble = self._function.run(samples, verdicts.append)
+        trouble = self._host.answer({"samples": samples}, verdicts.append)
         return Answers(verdicts, trouble)
 
     def close(self) -> None:

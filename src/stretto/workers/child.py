@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from stretto.errors import ConfigError, TaskError
+from stretto.errors import ConfigError, RewardError, TaskError
+from stretto.workers.user_code import Host
 
 START_LIMIT_S = 120.0
 """Seconds for a process to start and import the user's libraries."""
@@ -26,6 +28,8 @@ SLICE_S = 0.5
 
 KILLS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
 """Exit codes of a process that was ended from outside, by a person, a scheduler or the kernel."""
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -66,16 +70,20 @@ class Child:
     - However the process ends, each open request gets a :class:`ProcessLostError`.
 
     Args:
-        module: runs in the process, with a :class:`stretto.workers.channel.Channel`.
-        opening: the first request. Its answer has "ready", or "refused".
+        host: answers the requests in the process (see :mod:`stretto.workers.user_code`).
+        opening: the first request, which describes the user's code.
+        name: of the user's code, for people.
+        code: of the error if no process can be started.
 
     Attributes:
         starts: number of processes started.
     """
 
-    def __init__(self, module: str, opening: Mapping[str, Any]) -> None:
-        self._module = module
+    def __init__(self, host: type[Host], opening: Mapping[str, Any], name: str, code: str) -> None:
+        self._host = host
         self._opening = opening
+        self._name = name
+        self._code = code
         self.starts = 0
         self._lock = Lock()
         self._process: Process | None = None
@@ -86,12 +94,28 @@ class Child:
         self._request = 0
         self._heard_s = 0.0
 
-    def _open(self) -> dict[str, Any]:
-        """Start the process and return its description of the user's code.
-
-        Raises ProcessLostError, or the ConfigError or TaskError that refuses the code.
+    def start(self) -> Mapping[str, Any]:
+        """Start the process, once more if it was killed or paused, and return its description of
+        the user's code. Raises RewardError, or the ConfigError or TaskError that refuses the code.
         """
-        process = start_child(self._module)
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._open()
+            except ProcessLostError as error:
+                how = _while_starting(error)
+                if attempts == 2 or not error.outside:
+                    raise RewardError(
+                        f"the process of {self._name} {how}; see what it wrote to standard error, "
+                        f"or run: {sys.executable} -c 'import {self._host.__module__}'",
+                        code=self._code,
+                    ) from error
+                _log.warning("%s: its process %s; trying again", self._name, how)
+
+    def _open(self) -> Mapping[str, Any]:
+        """Start the process once (see :meth:`start`). Raises ProcessLostError."""
+        process = start_child(self._host)
         with self._lock:
             self._process = process
             self._loss = None
@@ -111,7 +135,8 @@ class Child:
         except BaseException:
             self._end(ProcessLostError("it did not start"))
             raise
-        return dict(answer["ready"])
+        ready: Mapping[str, Any] = answer["ready"]
+        return ready
 
     def _send(self, body: object, take: Callable[[Message | ProcessLostError], object]) -> None:
         """Send a request. Messages that answer it go to ``take``, called on another thread."""
@@ -266,14 +291,28 @@ def _is_paused(pid: int) -> bool:
     return False
 
 
-def start_child(module: str) -> Process:
+def _while_starting(error: ProcessLostError) -> str:
+    match error:
+        case LateError(outside=False):
+            return f"took over {START_LIMIT_S:g} s to start"
+        case MismatchError():
+            return f"was stopped while it was starting, as {error}"
+        case LateError():
+            how = "was paused"
+        case _:
+            how = f"was killed (exit code {error.code})" if error.outside else "ended"
+    return f"{how} while it was starting"
+
+
+def start_child(host: type[Host]) -> Process:
     """Start a process for user code. Its own session shields it from the terminal's Ctrl-C and
     forms a group to kill. -P keeps files in the working directory from shadowing libraries.
     """
-    command = [sys.executable, "-P", "-m", module]
+    serve = [sys.executable, "-P", "-m", "stretto.workers.user_code"]
+    command = [*serve, host.__module__, host.__name__]
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
-    Thread(target=_reap, args=(child,), name=f"reaps {module}", daemon=True).start()
+    Thread(target=_reap, args=(child,), name=f"reaps {host.__name__}", daemon=True).start()
     return child
 
 
