@@ -327,7 +327,6 @@ def settings(
         "algorithm.name": args.algorithm,
         "training.warmup_steps": math.ceil(_warmup(args, theirs) / sizes.updates),
         "training.betas": (args.adam_beta1, args.adam_beta2),
-        "training.grad_clip": args.max_grad_norm or 0.0,
         "observe.progress": "plain" if args.disable_tqdm else "auto",
         "observe.trackers": tuple(t for t in _asked_trackers(args) if t in TRACKERS),
         "observe.checkpoint_minutes": 0.0,  # save_strategy decides instead
@@ -364,7 +363,8 @@ def _translated(args: TrlConfig) -> dict[str, Any]:
     translations: dict[str, Any] = {}
     for name in (name for name in SETS if hasattr(args, name)):
         value, choices = _plain(getattr(args, name)), CHOICES.get(name)
-        translations[SETS[name]] = choices[value] if isinstance(choices, Mapping) else value
+        value = choices[value] if isinstance(choices, Mapping) else value
+        translations[SETS[name]] = 0.0 if value is None else value
     if translations.get("algorithm.multi_objective_aggregation") == "normalize_then_sum":
         del translations["algorithm.scale_rewards"]  # TRL ignores scale_rewards then
     return translations
@@ -394,7 +394,6 @@ def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
     if isinstance(args, GRPOConfig):
         group_settings |= {
             "algorithm.aggregation": AGGREGATIONS.get(args.loss_type, "auto"),
-            "algorithm.dual_clip": args.delta or 0.0,
             "algorithm.entropy_aggregation": "token_mean",
         }
         if outside.parts(args.loss_type):

@@ -140,34 +140,9 @@ class BaseTrainer:
         self.train_dataset = task
         self.sizes = sizes
         dtype = trainer_inputs.bring_to_dtype(models, args)
-        data = arguments.settings(args, sizes, task.longest, dtype)
-        data["task"]["chat"] = task.chat
-        data["model"]["name"] = str(
-            getattr(self.model, "name_or_path", "") or type(self.model).__name__
-        )
         self._notes = trainer_inputs.lora_notes(peft_config)
-        if peft_config is not None:
-            data["model"] |= trainer_inputs.lora_settings(peft_config, self.model)
-        elif trainer_inputs.is_quantized(self.model) and not hasattr(self.model, "peft_config"):
-            raise ConfigError(
-                "the model's weights are in 4 bits, and only adapters beside them can be trained; "
-                "give peft_config",
-                "4bit-without-adapters",
-            )
-        environment_sources = (ENVIRONMENT,) if self._answering.rewards else ()
-        data["reward"] |= {"sources": (*rewards.sources, *environment_sources)}
-        if weights := getattr(args, "reward_weights", None):
-            data["reward"]["weights"] = (*weights, *(1.0 for _ in environment_sources))
-        if sources := tuple(self._answering.objects):
-            data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(args)}
-            if self._answering.most:  # episodes must proceed while queued ones wait to open
-                data["schedule"] = {**data["schedule"], "score_on": "rollout"}
-        if self._held_out:
-            held_out = Path(args.output_dir).absolute() / recipes.EVAL_DATASET
-            longest = max(task.longest, self._held_out.longest)
-            data["task"] |= {"held_out": str(held_out), "max_prompt_tokens": longest}
-            eval_interval = arguments.eval_every(args, sizes)
-            data["observe"] |= {"eval_every": eval_interval, "eval_prompts": len(self._held_out)}
+        data = arguments.settings(args, sizes, task.longest, dtype)
+        _add_objects(data, self, peft_config)
         self.config: Config = recipes.build(data, type(args).__name__)
         self.run_dir: RunDirectory | None = None
         self.unlogged: list[Mapping[str, float]] = []
@@ -222,12 +197,14 @@ class BaseTrainer:
             with files.explained(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_rows((rows.row(i).data for i in range(len(rows))), file)
-        run = api.begin(self._resumable(resumed), name, resume=resumed, overrides=self._overrides())
+        copied = Path(resumed).absolute() / recipes.DATASET
+        config = rows_in(self.config, copied) if resumed and copied.is_file() else self.config
+        run = api.begin(config, name, resume=resumed, overrides=self._overrides())
         display = make_progress(self.config.observe.progress)
         if resumed:
             checkpoints.put_back(folder)
         else:
-            run = self._with_rows(run, display.note)
+            run = _with_rows(run, self._task, display.note)
         self.config, self.run_dir = run.config, run.run_dir
         run = replace(run, gives_objects=True)
         for line in (
@@ -244,40 +221,7 @@ class BaseTrainer:
             raise interrupt.with_traceback(None) from None
         finally:
             self._training = False
-        took_s, done = time.monotonic() - began_s, self.state.global_step
-        losses = [row["loss"] for row in self.state.log_history if "loss" in row]
-        loss = sum(losses) / len(losses) if losses else 0.0
-        metrics = {
-            "train_runtime": took_s,
-            "train_samples_per_second": result.steps * self.config.rollout.batch / took_s,
-            "train_steps_per_second": done / took_s,
-            "train_loss": loss,
-            **means_of(self.unlogged),
-        }
-        self.log(metrics)
-        self.tell("on_train_end")
-        of_run = {f.name: getattr(result, f.name) for f in fields(TrainResult)}
-        return TrainOutput(**of_run, global_step=done, training_loss=loss, metrics=metrics)
-
-    def _resumable(self, resumed: str | Path) -> Config:
-        """Return the settings. A resumed run reads the rows in its folder."""
-        rows = Path(resumed).absolute() / recipes.DATASET
-        return rows_in(self.config, rows) if resumed and rows.is_file() else self.config
-
-    def _with_rows(self, run: api.Begun[Config], note: Callable[[str], None]) -> api.Begun[Config]:
-        """Copy the rows into the run's folder, so that the run can be evaluated and repeated."""
-        rows_path, rows = (
-            run.run_dir.path.absolute() / recipes.DATASET,
-            map(self._task.row, range(len(self._task))),
-        )
-        try:
-            write_rows(({"prompt": row.prompt, **row.data} for row in rows), rows_path)
-        except TaskError as error:
-            note(f"the run's folder has no copy of the rows, which are read as objects: {error}")
-            return run
-        run = replace(run, config=rows_in(run.config, rows_path))
-        run.run_dir.save_config(run.config)
-        return run
+        return _finished(self, result, time.monotonic() - began_s)
 
     def _export(self, step: int, own: Path, save: Callable[[Path], None]) -> None:
         number = step * self.sizes.updates
@@ -415,6 +359,68 @@ class BaseTrainer:
         """Call the callbacks for an event. ``control`` then holds their requests."""
         call = getattr(self.callback_handler, event)
         self.control = call(self.args, self.state, self.control, **more)
+
+
+def _add_objects(data: dict[str, Any], t: BaseTrainer, peft_config: Any) -> None:
+    """Add the settings of a trainer's objects to those of its arguments."""
+    data["task"]["chat"] = t._task.chat
+    data["model"]["name"] = str(getattr(t.model, "name_or_path", "") or type(t.model).__name__)
+    if peft_config is not None:
+        data["model"] |= trainer_inputs.lora_settings(peft_config, t.model)
+    elif trainer_inputs.is_quantized(t.model) and not hasattr(t.model, "peft_config"):
+        raise ConfigError(
+            "the model's weights are in 4 bits, and only adapters beside them can be trained; "
+            "give peft_config",
+            "4bit-without-adapters",
+        )
+    environment_sources = (ENVIRONMENT,) if t._answering.rewards else ()
+    data["reward"] |= {"sources": (*t._rewards.sources, *environment_sources)}
+    if weights := getattr(t.args, "reward_weights", None):
+        data["reward"]["weights"] = (*weights, *(1.0 for _ in environment_sources))
+    if sources := tuple(t._answering.objects):
+        data["environment"] = {"sources": sources, "max_turns": arguments.max_turns(t.args)}
+        if t._answering.most:  # episodes must proceed while queued ones wait to open
+            data["schedule"] = {**data["schedule"], "score_on": "rollout"}
+    if t._held_out:
+        file = Path(t.args.output_dir).absolute() / recipes.EVAL_DATASET
+        longest = max(t._task.longest, t._held_out.longest)
+        data["task"] |= {"held_out": str(file), "max_prompt_tokens": longest}
+        interval = arguments.eval_every(t.args, t.sizes)
+        data["observe"] |= {"eval_every": interval, "eval_prompts": len(t._held_out)}
+
+
+def _with_rows(
+    run: api.Begun[Config], task: PromptTask | TokenTask, note: Callable[[str], None]
+) -> api.Begun[Config]:
+    """Copy the rows into the run's folder, so that the run can be evaluated and repeated."""
+    file = run.run_dir.path.absolute() / recipes.DATASET
+    rows = map(task.row, range(len(task)))
+    try:
+        write_rows(({"prompt": row.prompt, **row.data} for row in rows), file)
+    except TaskError as error:
+        note(f"the run's folder has no copy of the rows, which are read as objects: {error}")
+        return run
+    run = replace(run, config=rows_in(run.config, file))
+    run.run_dir.save_config(run.config)
+    return run
+
+
+def _finished(t: BaseTrainer, result: TrainResult, took_s: float) -> TrainOutput:
+    """Log the metrics of a complete run, and return its outcome."""
+    done = t.state.global_step
+    losses = [row["loss"] for row in t.state.log_history if "loss" in row]
+    loss = sum(losses) / len(losses) if losses else 0.0
+    metrics = {
+        "train_runtime": took_s,
+        "train_samples_per_second": result.steps * t.config.rollout.batch / took_s,
+        "train_steps_per_second": done / took_s,
+        "train_loss": loss,
+        **means_of(t.unlogged),
+    }
+    t.log(metrics)
+    t.tell("on_train_end")
+    of_run = {f.name: getattr(result, f.name) for f in fields(TrainResult)}
+    return TrainOutput(**of_run, global_step=done, training_loss=loss, metrics=metrics)
 
 
 def _newest(out: Path, name: str) -> str:

@@ -295,17 +295,20 @@ SETS = {
     "use_liger_kernel": "model.use_liger_kernel",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
+    "delta": "algorithm.dual_clip",
     "learning_rate": "training.lr",
     "lr_scheduler_type": "training.lr_schedule",
     "optim": "training.optim",
     "weight_decay": "training.weight_decay",
+    "max_grad_norm": "training.grad_clip",
 }
-"""Arguments whose value, as it is or translated by a choice, becomes the value of a setting."""
+"""Arguments whose value, as it is or translated by a choice, becomes the value of a setting. None
+is 0.
+"""
 
 IN_SCRIPTS = {
     "out": "output_dir",
     "runtime": "runtime",
-    "training.grad_clip": "max_grad_norm",
     "reward.sources": "reward_funcs",
     "reward.weights": "reward_weights",
     "model.name": "model",
@@ -408,7 +411,7 @@ _IDLE = {
 
 HEEDED = (
     *("run_name", "num_train_epochs", "max_steps", "per_device_train_batch_size", "warmup_steps"),
-    *("gradient_accumulation_steps", "adam_beta1", "adam_beta2", "max_grad_norm", "use_cpu"),
+    *("gradient_accumulation_steps", "adam_beta1", "adam_beta2", "use_cpu"),
     *("data_seed", "report_to", "disable_tqdm", "save_strategy", "eval_strategy", "eval_steps"),
     *("save_steps", "save_total_limit", "resume_from_checkpoint"),
     *("do_train", "do_eval", "do_predict"),
