@@ -209,7 +209,7 @@ def test_a_plan_on_paper_has_no_settings() -> None:
 
 
 def overlaid(config: Config, file: Path | str) -> Config:
-    return changes.changed(config, changes.read(file), str(file))
+    return changes.changed(config, recipes.read(file), str(file))
 
 
 def test_settings_of_a_file_take_the_place_of_a_recipes(tmp_path: Path) -> None:

@@ -16,15 +16,7 @@ from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
 from stretto.bounds import checked, kinds
 from stretto.checks.user_functions import check_algorithm
-from stretto.config import (
-    AlgorithmConfig,
-    Config,
-    ModelConfig,
-    RewardConfig,
-    ScheduleConfig,
-    changes,
-    recipes,
-)
+from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.config.sections import (
     Gpus,
     Minutes,
@@ -153,9 +145,8 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
     assumed: list[str] = []
     if config.model.lora_rank:
         assumed.append("all weights are trained, not LoRA adapters alone")
-    models, functions = _models(
-        config.model, config.reward, config.algorithm, config.critic.init, options, assumed
-    )
+    models = _models(config, options, assumed)
+    functions = [source.name for source in config.reward.parsed if source.kind.is_code]
     on = _hardware(options)
     if not options.hardware:
         assumed.append(
@@ -275,17 +266,9 @@ def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str,
         raise ConfigError(f"cannot write '{file}': {error}", "file-not-writable") from error
 
 
-def _models(
-    model: ModelConfig,
-    rewards: RewardConfig,
-    algorithm: AlgorithmConfig,
-    init: str,
-    options: PlanOptions,
-    assumed: list[str],
-) -> tuple[ModelShapes, list[str]]:
-    actor = _shape(options.model_shape or model.name)
-    reward_models = [source.model for source in rewards.models]
-    functions = [source.name for source in rewards.parsed if source.kind.is_code]
+def _models(config: Config, options: PlanOptions, assumed: list[str]) -> ModelShapes:
+    actor = _shape(options.model_shape or config.model.name)
+    reward_models = [source.model for source in config.reward.models]
     reward = None
     if reward_models:
         name = options.reward_shape or reward_models[0]
@@ -301,11 +284,12 @@ def _models(
                 f"of {len(reward_models)} reward models only '{reward_models[0]}' is planned for"
             )
     critic = None
-    if algorithm.definition.critic:
+    if config.algorithm.definition.critic:
+        init = config.critic.init
         init_shapes = {"actor": actor.valued(), "reward": reward or actor.valued()}
         critic = init_shapes.get(init) or _shape(init).valued()
-    reference = actor if algorithm.has_reference else None
-    return ModelShapes(actor, critic, reference, reward), functions
+    reference = actor if config.algorithm.has_reference else None
+    return ModelShapes(actor, critic, reference, reward)
 
 
 def _shape(name: str) -> Shape:

@@ -17,8 +17,8 @@ from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recip
 from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.evaluation.episode_generation import Tools
+from stretto.evaluation.generation import with_dtype
 from stretto.interfaces import in_python
-from stretto.models.backend import fastest_dtype, pick_device
 from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
 from stretto.models.lora import trained_names
@@ -231,11 +231,7 @@ def open_policy(
     with working(on_stderr, CHECKING):
         check_measured(Config.model_construct(model=model), model.name, rows=False)
     engine_of(rollout).check()
-    if model.dtype == "auto":
-        with working(on_stderr, "trying which type is faster"):
-            fastest, because = fastest_dtype(pick_device(model.device))
-        model = model.model_copy(update={"dtype": str(fastest).removeprefix("torch.")})
-        on_stderr(f"computing in {model.dtype}: {because}; `model.dtype` takes another")
+    model = with_dtype(model)
     prepare_torch(seed, 0)
     tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
     actor_config = model.model_copy(

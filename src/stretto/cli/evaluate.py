@@ -298,7 +298,7 @@ def run_label(arguments: Sequence[str]) -> int:
         return call_with_config(_command_label_responses, "label", arguments, RECIPE_SETTINGS)
     data = {"data": {"name": leading_recipe(arguments)}}
     start = RewardModelConfig.model_validate(data)
-    return call_with_config(command_label, "label", arguments, FILE_SETTINGS, start)
+    return call_with_config(command_label, "label", arguments, FILE_SETTINGS, config=start)
 
 
 def _show(result: LabelResult) -> None:

@@ -20,7 +20,7 @@ from tyro.conf import arg
 from stretto import interfaces
 from stretto.api.settings import changed
 from stretto.cli.parsing import documented, form, options_of, read, table_of, values_of
-from stretto.config import Section, changes, recipes
+from stretto.config import Config, Section, recipes
 from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
 
@@ -34,6 +34,9 @@ COMMON = (
     "training.lr",
 )
 """Frequent settings, which ``--help`` documents. ``--help-all`` documents the rest."""
+
+DEFAULT_RECIPES: Mapping[type[Section], str] = {Config: "arithmetic"}
+"""Recipes of command lines without one. Other kinds of settings have their defaults then."""
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
@@ -51,6 +54,8 @@ def parse_with_config(
     command: str,
     arguments: Sequence[str],
     only: Sequence[str] = (),
+    *,
+    kind: type[Section] = Config,
     config: Section | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Parse options that change settings, and the command's own.
@@ -64,11 +69,12 @@ def parse_with_config(
             which apply before those of the command line.
         command: name, for usage and messages.
         only: dotted settings or sections to offer. Empty offers all.
-        config: replaces the settings of the leading recipe. Rules between its settings may be
-            unchecked. Without a recipe the parser responds, with help or the missing option.
+        kind: class of the leading recipe's settings.
+        config: replaces these settings. Rules between its settings may be unchecked.
     """
     recipe = leading_recipe(arguments)
-    config = config or recipes.load(recipe or "arithmetic", checked=False)
+    usual = recipe or DEFAULT_RECIPES.get(kind)
+    config = config or (recipes.load(usual, kind, checked=False) if usual else kind())
     own_names, kind = [*options_of(function)], type(config)
     all_names = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in all_names if not only or _within(name, only)}
@@ -80,7 +86,9 @@ def parse_with_config(
     if not {"-h", "--help"} & {*arguments}:  # without help, parsing few options is faster
         offered = changed_names
     own_form, mirror = form(function), _mirror(kind, offered, config.model_dump())
-    both = _apart(own=own_form, settings=mirror)
+    parts = {"own": own_form, "settings": mirror}  # may share names: --model, --model.dtype
+    fields = [(name, Annotated[part, arg(name="")]) for name, part in parts.items()]
+    both = dataclasses.make_dataclass("Options", fields)
     both.__doc__ = own_form.__doc__
     try:
         parsed = read(both, command, arguments)
@@ -94,7 +102,7 @@ def parse_with_config(
     file = command_options.get("overrides", "")
     result = changed(
         config,
-        changes.read(file) if file else {},
+        recipes.read(file) if file else {},
         {name.replace(".", "__"): value for name, value in values.items()},
         where=f"'{file}' and the command line" if file else "command line",
         start=recipe,
@@ -108,13 +116,6 @@ def parse_with_config(
 def call_with_config(function: Callable[..., int | None], *line: Any, **start: Any) -> int:
     config, options = parse_with_config(function, *line, **start)
     return function(config, options.pop(next(iter(options))), **options) or 0
-
-
-def _apart(**parts: type[Any]) -> type[Any]:
-    """Make a dataclass of dataclasses that may share field names: --model, --model.dtype."""
-    return dataclasses.make_dataclass(
-        "Options", [(name, Annotated[part, arg(name="")]) for name, part in parts.items()]
-    )
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:

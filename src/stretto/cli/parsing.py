@@ -177,7 +177,10 @@ def _sentence(text: str, command: str, kind: Any) -> str:
     if title == "Unrecognized options":
         first = body.partition(": ")[2].partition(",")[0]
         if first.startswith("--"):
-            return f"unknown option '{first}'. {_advice(first, command, kind)}"
+            name = first.partition("=")[0].removeprefix("--").replace("-", "_")
+            options = inspect.signature(kind).parameters
+            otherwise = f"'stretto {command} --help' lists the options."
+            return f"unknown option '{first}'. {interfaces.advice(name, options, otherwise)}"
         if first.startswith("-"):
             return f"unknown option '{first}': options begin with two dashes. {see}"
         return f"'{first}' is one word too many for 'stretto {command}'. {see}"
@@ -204,10 +207,3 @@ def _sentence(text: str, command: str, kind: Any) -> str:
             return f"{option} {value[1]}: must be {takes}"
         return f"{option}: {reason}"
     return f"{body or title}. {see}".replace("..", ".")
-
-
-def _advice(option: str, command: str, kind: Any) -> str:
-    """Advise on an unknown option of a command without settings, by its own options."""
-    name = option.partition("=")[0].removeprefix("--").replace("-", "_")
-    otherwise = f"'stretto {command} --help' lists the options."
-    return interfaces.advice(name, inspect.signature(kind).parameters, otherwise)

@@ -55,7 +55,7 @@ def command_plan(
     print(worded("\n".join(_lines(plan, options.gpus, recipes.name_of(recipe)))))
     if write:
         start = recipes.load(recipe, checked=False)
-        _write(plan, write, recipe, changes.difference(start, config))
+        _write(plan, write, recipe, changes.difference(start.model_dump(), config.model_dump()))
 
 
 def run_plan(arguments: Sequence[str]) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
 from stretto.api.alignment import align, check_settings, replaced, resume_alignment, stages_of
 from stretto.api.settings import RESUMABLE, check_resumable
 from stretto.cli.options import (
+    DEFAULT_RECIPES,
     RECIPE_HELP,
     DryRun,
     call_with_config,
@@ -28,17 +29,13 @@ if TYPE_CHECKING:
 
 # Training code is imported after parsing, so that --help is fast.
 
-C = TypeVar("C", SftConfig, RewardModelConfig)
-
-DEFAULT_RECIPE = "arithmetic"
-
 
 def command_train(
     config: Config,
     recipe: Annotated[
         str,
         arg(
-            help=f"{RECIPE_HELP} Without one: {DEFAULT_RECIPE}.",
+            help=f"{RECIPE_HELP} Without one: {DEFAULT_RECIPES[Config]}.",
             metavar="[RECIPE]",
             help_behavior_hint="",
         ),
@@ -78,7 +75,7 @@ def command_train(
         from stretto.assembly.run_models import Overrides
 
         objects = Overrides(warmup=Path(warmup_file))
-    name = recipes.name_of(recipe or DEFAULT_RECIPE)
+    name = recipes.name_of(recipe or DEFAULT_RECIPES[Config])
     execute(begin(config, name, resume=resume, overrides=objects))
 
 
@@ -95,7 +92,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
         raise ConfigError(
             f"--resume takes the settings of the run it resumes; leave out the recipe '{recipe}'"
         )
-    source: str | Path = recipe or DEFAULT_RECIPE
+    source: str | Path = recipe or DEFAULT_RECIPES[Config]
     if resumed:
         from stretto.observe.run_directory import RunDirectory
 
@@ -147,7 +144,7 @@ def command_reward(config: RewardModelConfig, recipe: str, /, **options: bool) -
 
 
 def run_sft(arguments: Sequence[str]) -> int:
-    return _supervised("sft", arguments, SftConfig, command_sft)
+    return call_with_config(command_sft, "sft", arguments, kind=SftConfig)
 
 
 def run_reward(arguments: Sequence[str]) -> int:
@@ -156,15 +153,7 @@ def run_reward(arguments: Sequence[str]) -> int:
         from stretto.cli import evaluate
 
         return evaluate.run_label(arguments[1:])
-    return _supervised("reward", arguments, RewardModelConfig, command_reward)
-
-
-def _supervised(
-    command: str, arguments: Sequence[str], kind: type[C], function: Callable[..., None]
-) -> int:
-    recipe = leading_recipe(arguments)
-    start = recipes.load(recipe, kind, checked=False) if recipe else kind()
-    return call_with_config(function, command, arguments, config=start)
+    return call_with_config(command_reward, "reward", arguments, kind=RewardModelConfig)
 
 
 @takes(align, "pairs", "samples", "reference_column")

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from stretto.config.recipes import build, read
+from stretto.config.recipes import build
 from stretto.config.run_config import Config
 from stretto.config.sections import Section, subsection
 from stretto.errors import ConfigError
 from stretto.interfaces import TomlFile, worded
-
-__all__ = ["changed", "difference", "merged", "read"]
 
 S = TypeVar("S", bound=Section)
 
@@ -68,15 +66,12 @@ def merged(
     return both
 
 
-def difference(base: Config, config: Config) -> dict[str, Any]:
-    return _difference(base.model_dump(), config.model_dump())
-
-
-def _difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``data`` that differ from ``base``, table by table."""
     differences = {}
     for key, value in data.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            if inner := _difference(base[key], value):
+            if inner := difference(base[key], value):
                 differences[key] = inner
         elif value != base.get(key):
             differences[key] = value

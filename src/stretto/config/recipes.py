@@ -65,17 +65,12 @@ def names(kind: type[Section] = Config) -> list[str]:
 
 def describe(name: str, kind: type[Section] = Config) -> str:
     """Return the description of a packaged recipe. Raises ConfigError for an unknown recipe."""
-    if name not in names(kind):
-        raise _unknown_recipe(name, kind)
-    text = _packaged(name, kind).read_text(encoding="utf-8")
-    return text.partition("\n")[0].removeprefix("#").strip()
+    return _packaged_text(name, kind).partition("\n")[0].removeprefix("#").strip()
 
 
 def text_of(name: str, kind: type[Section] = Config) -> str:
     """Return the TOML of a packaged recipe, with absolute paths, for use in any folder."""
-    if name not in names(kind):
-        raise _unknown_recipe(name, kind)
-    text = _packaged(name, kind).read_text(encoding="utf-8")
+    text = _packaged_text(name, kind)
     for file in PACKAGED.glob("*.*"):
         text = text.replace(f'"{file.name}', f'"{file}')
     return text
@@ -226,6 +221,12 @@ def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
 
 def _either(names: Sequence[str]) -> str:
     return " or ".join(f"`{name}`" for name in names[:3])
+
+
+def _packaged_text(name: str, kind: type[Section]) -> str:
+    if name not in names(kind):
+        raise _unknown_recipe(name, kind)
+    return _packaged(name, kind).read_text(encoding="utf-8")
 
 
 def _packaged(name: str, kind: type[Section]) -> Path:

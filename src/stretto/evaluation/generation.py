@@ -112,7 +112,7 @@ def generate(
         if tools and environment:
             longest += environment.max_observation_tokens  # most that an opening may add
         task = task.model_copy(update={"max_prompt_tokens": longest})
-        config = _typed(config) if overrides.actor is None else config
+        config = with_dtype(config) if overrides.actor is None else config
         settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
         engine, _ = open_engine(settings, tokenizer, overrides)
         if tools:
@@ -124,13 +124,15 @@ def generate(
             yield Answer(r.id, text, len(r), r.finish)
 
 
-def _typed(config: ModelConfig) -> ModelConfig:
-    if config.dtype == "auto":
-        with working(on_stderr, "trying which type is faster"):
-            dtype, reason = fastest_dtype(pick_device(config.device))
-        kind = str(dtype).removeprefix("torch.")
-        on_stderr(f"computing in {kind}: {reason}; `model.dtype` takes another")
-    return config
+def with_dtype(config: ModelConfig) -> ModelConfig:
+    """Decide ``model.dtype = auto`` for this machine, and report the reason."""
+    if config.dtype != "auto":
+        return config
+    with working(on_stderr, "trying which type is faster"):
+        dtype, reason = fastest_dtype(pick_device(config.device))
+    kind = str(dtype).removeprefix("torch.")
+    on_stderr(f"computing in {kind}: {reason}; `model.dtype` takes another")
+    return config.model_copy(update={"dtype": kind})
 
 
 def _of_episode(episode: Episode) -> Answer:

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stretto.config import changes
+from stretto.config import recipes
 from stretto.errors import ConfigError, nearest
 from stretto.files import write_whole
 from stretto.runtime.sim.costs import Efficiency
@@ -117,7 +117,7 @@ def read_hardware(file: str | Path) -> Hardware:
     """Read GPUs, links and the assumed efficiency. Raises ConfigError for a fault. ``[gpu]`` needs
     all keys. Others default to :meth:`Links.of` and :class:`Efficiency`."""
     try:
-        tables = changes.read(file)
+        tables = recipes.read(file)
     except ConfigError as error:
         remedy = f"`stretto plan --calibrate {file}` makes one"
         raise ConfigError(f"{error}; {remedy}", "no-hardware-file") from error

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from stretto.assembly.controllers import Migrating
-from stretto.config import ScheduleConfig, changes, recipes
+from stretto.config import ScheduleConfig, recipes
 from stretto.config.sections import (
     NonNegative,
     NonNegativeInt,
@@ -312,7 +312,7 @@ class Cluster(Section):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a description from a TOML file. Raises ConfigError for errors in it."""
-        return recipes.build(changes.read(path), f"'{path}'", cls)
+        return recipes.build(recipes.read(path), f"'{path}'", cls)
 
 
 def known(cost: C | None) -> C:
