@@ -14,7 +14,7 @@ import numpy as np
 from scorer_helpers import byte_tokenizer
 from stretto.config import EnvironmentConfig
 from stretto.config.sections import reward_source
-from stretto.environments.processes import EnvironmentProcess, Place, settings_of
+from stretto.environments.executors import EnvironmentProcess, Place, settings_of
 from stretto.environments.role import EnvironmentRole
 from stretto.scoring.functions import FunctionScorer, locate
 from stretto.tasks.encode import Encoder

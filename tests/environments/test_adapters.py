@@ -13,7 +13,7 @@ from bridge_helpers import Player, call, places_of, role_of, said, text_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place
+from stretto.environments.executors import Place
 from stretto.errors import ConfigError
 
 Places = Any

@@ -16,7 +16,7 @@ from bridge_helpers import Player, call, places_of, role_of, said, text_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import EnvironmentProcess
+from stretto.environments.executors import EnvironmentProcess
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.types import FORKS
@@ -107,8 +107,8 @@ def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None
 
 
 def test_a_coroutine_that_blocks_is_ended_with_its_process(monkeypatch: Any) -> None:
-    monkeypatch.setattr("stretto.environments.processes.SILENCE_S", 3.0)
-    monkeypatch.setattr("stretto.environments.processes.LOOK_S", 0.2)
+    monkeypatch.setattr("stretto.environments.executors.SILENCE_S", 3.0)
+    monkeypatch.setattr("stretto.environments.executors.LOOK_S", 0.2)
     role = role_of(places_of("block", "add", config=SHORT), SHORT)
 
     async def go() -> None:
@@ -462,8 +462,8 @@ def test_episodes_that_are_open_at_the_end_are_closed_once(
 
 
 def test_what_does_not_close_is_killed(monkeypatch: Any) -> None:
-    monkeypatch.setattr("stretto.environments.processes.CLOSE_S", 0.1)
-    monkeypatch.setattr("stretto.environments.processes.SPARE_S", 0.1)
+    monkeypatch.setattr("stretto.environments.executors.CLOSE_S", 0.1)
+    monkeypatch.setattr("stretto.environments.executors.SPARE_S", 0.1)
     role = role_of(places_of("Stays"))
     pid = pid_of(role)
     asyncio.run(Player(role).open())

@@ -14,7 +14,7 @@ from raising import raises
 from stretto.assembly.environments import Looking, open_places
 from stretto.config import EnvironmentConfig, RewardConfig, TaskConfig
 from stretto.config.sections import reward_source
-from stretto.environments.processes import LocalEnvironment, Place, settings_of
+from stretto.environments.executors import LocalEnvironment, Place, settings_of
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError
 from stretto.scoring.functions import FunctionScorer

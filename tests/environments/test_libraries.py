@@ -13,7 +13,7 @@ from library_worlds import Solver
 
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import LocalEnvironment, settings_of
+from stretto.environments.executors import LocalEnvironment, settings_of
 from stretto.errors import ConfigError
 
 FILE = Path(library_worlds.__file__)

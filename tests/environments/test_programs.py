@@ -25,8 +25,8 @@ from program_helpers import (
 from docs_helpers import blocks
 from raising import raises
 from stretto.config import EnvironmentConfig
+from stretto.environments.executors import EnvironmentProcess, locate_source, settings_of
 from stretto.environments.launch import is_program
-from stretto.environments.processes import EnvironmentProcess, locate_source, settings_of
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment, reward_of
 from stretto.environments.sessions import Sessions
 from stretto.errors import EngineError, EpisodeLostError, RewardError

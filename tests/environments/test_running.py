@@ -15,8 +15,8 @@ from bridge_helpers import Player, role_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
+from stretto.environments.executors import LocalEnvironment, settings_of
 from stretto.environments.host import EnvironmentHost
-from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.results import bounded
 from stretto.environments.running import CallError, Runner
 from stretto.errors import EpisodeLostError

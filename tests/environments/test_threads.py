@@ -15,9 +15,9 @@ from bridge_helpers import ENCODER, Player, call, places_of, role_of, said
 
 from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.config.sections import reward_source
+from stretto.environments.executors import LocalEnvironment, Place, settings_of
 from stretto.environments.object_threads import ObjectThread, needs_main_thread
 from stretto.environments.objects import named_objects
-from stretto.environments.processes import LocalEnvironment, Place, settings_of
 from stretto.environments.running import CallError, Runner
 from stretto.scoring.functions import FunctionScorer
 

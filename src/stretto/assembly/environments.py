@@ -13,7 +13,7 @@ from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RewardConfig
 from stretto.config.sections import reward_source
 from stretto.environments.bridge import Bridge
-from stretto.environments.processes import (
+from stretto.environments.executors import (
     EnvironmentProcess,
     LocalEnvironment,
     Place,

@@ -17,7 +17,7 @@ from stretto import outside
 from stretto.config import Config
 from stretto.config.sections import RewardSource, Rules, refuse
 from stretto.environments.adapters import BEGINNINGS, unknown_environment
-from stretto.environments.processes import SETTING, locate_source
+from stretto.environments.executors import SETTING, locate_source
 from stretto.environments.tools import schema_of
 from stretto.errors import ConfigError
 from stretto.machine import is_loopback

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, answer_of
+from stretto.environments.executors import Place, answer_of
 from stretto.environments.role import limit_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError

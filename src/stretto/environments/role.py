@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.processes import Place, answer_of, close_all
+from stretto.environments.executors import Place, answer_of, close_all
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.plain import plain

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from stretto.assembly.controllers import turn_sampling
 from stretto.assembly.environments import bridge_for, open_places
 from stretto.config import Config, EnvironmentConfig, RolloutConfig
-from stretto.environments.processes import close_all
+from stretto.environments.executors import close_all
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError, EpisodeLostError, RewardError
 from stretto.observe.progress import on_stderr

@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.adapters import is_trl
+from stretto.environments.executors import LocalEnvironment, settings_of
 from stretto.environments.objects import named_objects
-from stretto.environments.processes import LocalEnvironment, settings_of
 from stretto.environments.renderer import open_bridge
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.models.backend import pick_device, pick_dtype
