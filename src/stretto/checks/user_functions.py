@@ -8,7 +8,7 @@ import copy
 import importlib.util
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from inspect import Signature, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,7 +46,9 @@ def check(source: RewardSource, columns: Collection[str] | None) -> None:
         return
     function = _find(Path(place["file"]), place["function"], "reward.sources")
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
-        convention = convention_of(_signature(function), place["file"], place["function"])
+        convention = convention_of(
+            signature(_without_body(function, hints=False)), place["file"], place["function"]
+        )
         if columns is not None:
             needed = [name for name in convention.required if name != ENVIRONMENTS]
             require_columns(source.name, needed, columns)
@@ -156,10 +158,11 @@ def _is_tool(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _without_body(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False
+    function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False, hints: bool = True
 ) -> Callable[..., Any]:
     """Return an empty function with the same name, docstring and parameters, all hints ``str``."""
-    parameters, hint = copy.deepcopy(function.args), ast.Name("str", ast.Load())
+    parameters = copy.deepcopy(function.args)
+    hint = ast.Name("str", ast.Load()) if hints else None
     first = [*parameters.posonlyargs, *parameters.args][:1] if bound else []
     arguments = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
     for parameter in filter(None, (*arguments, parameters.vararg, parameters.kwarg)):
@@ -264,14 +267,3 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
             for child in ast.iter_child_nodes(node):
                 inner = child.body if isinstance(child, ast.ExceptHandler) else [child]
                 waiting += [statement for statement in inner if isinstance(statement, ast.stmt)]
-
-
-def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    parameters, nothing = function.args, ast.Constant(None)
-    arguments = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
-    for parameter in filter(None, (*arguments, parameters.vararg, parameters.kwarg)):
-        parameter.annotation = None
-    parameters.defaults = [nothing for _ in parameters.defaults]
-    parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]
-    alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(parameters, nothing)))
-    return signature(eval(compile(alike, "<parameters>", "eval")))
