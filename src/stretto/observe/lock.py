@@ -64,17 +64,12 @@ def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
 def in_use(folder: Path) -> bool:
     """Return whether a process has locked a folder."""
     try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with (folder / NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except OSError:  # no such file, or a file system without locks
         return False
-    finally:
-        os.close(descriptor)
     return False
 
 

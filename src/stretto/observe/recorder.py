@@ -87,9 +87,8 @@ class Recorder(ExitStack):
         """
         rewards = rewards or {}
         if window is not None:
-            rollout_ids = [rollout.id for rollout in rollouts]
             if self._tracing and not self._run.trace.append(
-                step, window, self._time_s, stats, rollout_ids
+                step, window, self._time_s, stats, [rollout.id for rollout in rollouts]
             ):
                 self._tracing = False
                 self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")

@@ -64,9 +64,6 @@ class Sample:
     ended_by: str = ""
     context: int = 0
 
-    def record(self) -> dict[str, Any]:
-        return _without_episode(asdict(self))
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
@@ -120,9 +117,6 @@ class RolloutRecord:
             turns=transcripts.turn_sizes(rollout),
             ended_by=rollout.ended_by,
         )
-
-    def record(self) -> dict[str, Any]:
-        return _without_episode(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +269,7 @@ class RunDirectory:
         records.append(self.metrics_file, [{"step": step, **metrics}])
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        records.append(self.samples_file, [{"step": step, **sample.record()} for sample in samples])
+        records.append(self.samples_file, [{"step": step, **_record(s)} for s in samples])
 
     def append_rollouts(
         self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
@@ -283,7 +277,7 @@ class RunDirectory:
         """Add the rollouts that ended with a step. ``rewards`` are by rollout id, as trained on.
         Rollouts in flight at the end of the run are recorded with the step after the last one."""
         rollout_records = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
-        records.append(self.rollouts_file, [record.record() for record in rollout_records])
+        records.append(self.rollouts_file, list(map(_record, rollout_records)))
 
     def append_evaluation(self, record: Mapping[str, Any]) -> bool:
         return records.append(self.evaluations_file, [record])
@@ -341,8 +335,9 @@ class RunDirectory:
         return torn_files
 
 
-def _without_episode(record: dict[str, Any]) -> dict[str, Any]:
-    if not record["turns"]:
+def _record(entry: Sample | RolloutRecord) -> dict[str, Any]:
+    record = asdict(entry)
+    if not entry.turns:  # no episode
         for name in {"context", "episode", "turns", "pieces", "ended_by"} & record.keys():
             del record[name]
     return record

@@ -352,8 +352,7 @@ def _answering(calls: Iterable[Span], window: Window, offset_s: float) -> Iterat
     """Yield the counter of environment calls in a window, ended or open."""
     open_now = [span for span in window.open if span.role == ENVIRONMENT]
     last_s = None
-    intervals = profile([*calls, *open_now], window.start_s, window.end_s, COUNTS)
-    for start_s, end_s, count in intervals:
+    for start_s, end_s, count in profile([*calls, *open_now], window.start_s, window.end_s, COUNTS):
         if last_s is not None and last_s < start_s:
             yield _counter(_ANSWERING, _micros(last_s + offset_s), _DRIVER, 0)
         yield _counter(_ANSWERING, _micros(start_s + offset_s), _DRIVER, count)
@@ -387,8 +386,7 @@ def _flow(name: str, number: str, *events: Event) -> Iterator[Event]:
 
 
 def _counter(name: str, at: float, pid: int, value: float) -> Event:
-    arguments = {"value": value}
-    return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": at, "args": arguments}
+    return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": at, "args": {"value": value}}
 
 
 def _end(event: Event) -> float:

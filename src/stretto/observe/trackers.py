@@ -137,6 +137,9 @@ class _Remembered:
     def _remember(self, *words: object) -> None:
         files.write_whole(self._file, "".join(f"{word}\n" for word in words).encode())
 
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._library.log(dict(metrics), step=step)
+
 
 class WandB(_Remembered):
     """A run of Weights & Biases: settings as its configuration, metrics, and tables of samples.
@@ -193,9 +196,6 @@ class Trackio(_Remembered):
         self._remember(experiment.name)
         self.finish = self._library.finish
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._library.log(dict(metrics), step=step)
-
 
 class SwanLab(_Remembered):
     """An experiment of SwanLab, with the settings as its configuration, and metrics. Uploads follow
@@ -212,9 +212,6 @@ class SwanLab(_Remembered):
         )
         self._remember(experiment.id)
         self.finish = self._library.finish
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._library.log(dict(metrics), step=step)
 
 
 class MLflow(_Remembered):
@@ -235,8 +232,7 @@ class MLflow(_Remembered):
             self._library.log_params(dict(parameters[start : start + 100]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        renamed_metrics = {self._named(name): value for name, value in metrics.items()}
-        self._library.log_metrics(renamed_metrics, step=step)
+        self._library.log_metrics({self._named(n): x for n, x in metrics.items()}, step=step)
 
     def _named(self, name: str) -> str:
         return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, TypedDict
 
 from stretto.schedules.episode_metrics import answers, calls, wait_s
@@ -44,14 +44,11 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
     """Return the transcript of a rollout. ``decode`` keeps all tokens, control tokens too."""
     if not (rollout.log or rollout.turns):
         return Transcript()
-    observations = answers(rollout)
+    count = len(rollout.turns)
+    rows = zip_longest(turn_sizes(rollout), answers(rollout)[:count], rollout.turn_rewards[:count])
     turns = [
-        {
-            **size,
-            **_told(observations[i] if i < len(observations) else None),
-            "reward": _reward(rollout, i),
-        }
-        for i, size in enumerate(turn_sizes(rollout))
+        {**size, **_told(answer), "reward": None if reward is None else float(reward)}
+        for size, answer, reward in rows
     ]
     return Transcript(
         episode=episode_of(rollout.id),
@@ -63,36 +60,23 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
 
 def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
     """Return each turn's sampled tokens, its answer's tokens, and the seconds until the answer."""
-    observations = answers(rollout)
+    sampled = rollout.sampled
     sizes = list[dict[str, Any]]()
     start = 0
-    ends = rollout.turns
-    for i, end in enumerate(ends):
-        sampled_tokens = end - start - _context(rollout, start, end)
-        context_tokens = _context(rollout, end, _next_start(rollout, end))
-        seconds = wait_s(observations[i]) if i < len(observations) else 0.0
+    for end, answer in zip_longest(rollout.turns, answers(rollout)[: len(rollout.turns)]):
+        context_end = end
+        for first, last in rollout.context:
+            if first == context_end:
+                context_end = last
         sizes.append(
-            {"tokens": sampled_tokens, "wait_s": round(seconds, 6), "context": context_tokens}
+            {
+                "tokens": int(sampled[start:end].sum()),
+                "wait_s": round(wait_s(answer), 6) if answer else 0.0,
+                "context": context_end - end,
+            }
         )
         start = end
     return sizes
-
-
-def _next_start(rollout: Rollout, end: int) -> int:
-    """Return the end of the context that begins at a turn's end."""
-    for first, last in rollout.context:
-        if first == end:
-            end = last
-    return end
-
-
-def _context(rollout: Rollout, start: int, end: int) -> int:
-    return sum(max(min(b, end) - max(a, start), 0) for a, b in rollout.context)
-
-
-def _reward(rollout: Rollout, turn: int) -> float | None:
-    rewards = rollout.turn_rewards
-    return float(rewards[turn]) if turn < len(rewards) else None
 
 
 def _told(answer: Observation | None) -> dict[str, Any]:

@@ -42,8 +42,7 @@ class Lanes:
         track_spans: list[tuple[str, Span]] = []
         overflow: list[Span] = []
         for span in sorted(spans, key=lambda span: span.start_s):
-            free_lanes = (i for i, end_s in enumerate(self._ends_s) if end_s <= span.start_s)
-            lane = next(free_lanes, None)
+            lane = next((i for i, end_s in enumerate(self._ends_s) if end_s <= span.start_s), None)
             if lane is None:
                 overflow.append(span)
                 continue

@@ -212,10 +212,9 @@ def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]
     """Return settings that differ among runs, without ``out``, ``seed`` and ``observe``, with each
     run's value, or ``None`` if a run lacks it."""
     all_settings = [run.settings for run in runs if run.settings]
-    keys = sorted({key for settings in all_settings for key in settings} - {"out", "seed"})
     return [
         (key, [run.settings.get(key) for run in runs])
-        for key in keys
+        for key in sorted({key for settings in all_settings for key in settings} - {"out", "seed"})
         if not key.startswith("observe.")
         and any(settings.get(key) != all_settings[0].get(key) for settings in all_settings)
     ]

@@ -58,17 +58,13 @@ def bars(step: TracedStep) -> list[Bar]:
     work: list[Bar] = []
     for bars in by_role.values():
         work += _join(bars, gap_s) if len(bars) > MAX_BARS else bars
-    return work + _waiting(step)
-
-
-def _waiting(step: TracedStep) -> list[Bar]:
     calls = [span for span in step.spans if span.role == ENVIRONMENT]
     intervals = profile(calls, step.start_s, step.end_s, MAX_BARS)
-    peak = max((count for *_, count in intervals), default=1)
-    return [
-        Bar(ENVIRONMENT, ENVIRONMENT, start_s, end_s, count=count, height=count / peak)
-        for start_s, end_s, count in intervals
-    ]
+    peak = max((waiting for *_, waiting in intervals), default=1)
+    for start_s, end_s, waiting in intervals:
+        bar = Bar(ENVIRONMENT, ENVIRONMENT, start_s, end_s, count=waiting, height=waiting / peak)
+        work.append(bar)
+    return work
 
 
 def waits(step: TracedStep, roles: Iterable[str]) -> list[Bar]:
