@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from stretto.errors import ConfigError
 
-_CHECKED = {int, float, dict, Literal}
-"""Parameters whose types contain one of these are checked."""
+_CHECKED = {int, float, dict, Literal}  # parameters whose types contain one of these are checked
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -153,8 +153,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-ADVICE = "; fix the cause"
-"""Begins the advice in the text of a RankError."""
+ADVICE = "; fix the cause"  # begins the advice in the text of a RankError
 
 
 def without_advice(text: str) -> str:
@@ -162,8 +161,7 @@ def without_advice(text: str) -> str:
     return text.partition(ADVICE)[0]
 
 
-MANY = 30
-"""With more names than this, a message lists none."""
+MANY = 30  # with more names than this, a message lists none
 
 
 def near(name: str, known: Iterable[str], count: int = 1) -> list[str]:

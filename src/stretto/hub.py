@@ -15,8 +15,7 @@ from pathlib import Path
 
 from stretto.errors import StrettoError, first_line
 
-PATIENCE_S = 4.0
-"""Time limit of the hub's answer, in seconds."""
+PATIENCE_S = 4.0  # time limit of the hub's answer, in seconds
 
 
 def is_cached(kind: str, name: str) -> bool:

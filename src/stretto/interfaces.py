@@ -211,8 +211,7 @@ def _literal(value: str, *, toml: bool = False) -> str:
     if re.fullmatch(r"-?(\d[\d.e-]*|nan|inf)|[Tt]rue|[Ff]alse", value):
         return value.capitalize() if value[0] in "tfTF" and not toml else value.lower()
     if value[0] in "({":
-        toml_value = value.replace(": ", " = ").replace("(", "[").replace(")", "]")
-        return toml_value if toml else value
+        return value.replace(": ", " = ").replace("(", "[").replace(")", "]") if toml else value
     if pair := re.fullmatch(r"(\w+)=(\S+)", value):
         return f'{{{pair[1]} = "{pair[2]}"}}' if toml else f"{{{pair[1]!r}: {pair[2]!r}}}"
     return f'"{value}"' if toml else repr(value)

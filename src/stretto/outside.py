@@ -59,8 +59,7 @@ def locate(name: str, setting: str) -> dict[str, str]:
     return {"file": str(path.resolve()), "module": "", "root": "", "function": member}
 
 
-_loaded: dict[tuple[Path, str], Any] = {}
-"""Imported members by working directory and name."""
+_loaded: dict[tuple[Path, str], Any] = {}  # imported members by working directory and name
 
 
 def load(name: str, setting: str, kind: Any) -> Any:
@@ -100,8 +99,7 @@ def named_by(option: str) -> Iterator[None]:
     except ConfigError as error:
         if not str(error).startswith(setting):
             raise
-        message = str(error).replace(setting, f"`{option}`", 1)
-        raise ConfigError(message, error.code) from error
+        raise ConfigError(str(error).replace(setting, f"`{option}`", 1), error.code) from error
 
 
 @contextmanager
@@ -154,8 +152,7 @@ def import_module(file: str, named: str, root: str, setting: str) -> ModuleType:
     if named:
         sys.path.append(root)
     try:
-        load = importlib.import_module if named else _load
-        return in_this_process(load, named or file)
+        return in_this_process(importlib.import_module if named else _load, named or file)
     except BaseException as error:  # SystemExit too: the file may call sys.exit
         raise ConfigError(
             f"{setting}: '{file}' must be importable; importing it raised {describe(error, file)}",

@@ -12,8 +12,7 @@ from pathlib import PurePath
 from typing import Any
 from uuid import UUID
 
-MOST_DEPTH = 100
-"""Limit of nesting in JSON, because code that walks through it recurses."""
+MOST_DEPTH = 100  # limit of nesting in JSON, because code that walks through it recurses
 
 _TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 
@@ -38,11 +37,8 @@ def parse(text: str | bytes | bytearray) -> Any:
     except ValueError as error:
         reason = str(error).partition(":")[0]
         raise ValueError(f"a number is too long ({reason})") from error
-    if isinstance(text, str):
-        brackets = text.count("[") + text.count("{")
-    else:
-        brackets = text.count(b"[") + text.count(b"{")
-    if brackets > MOST_DEPTH and _too_deep(value):
+    brackets: Any = "[{" if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, brackets)) > MOST_DEPTH and _too_deep(value):
         raise ValueError(_TOO_DEEP)
     return value
 

@@ -7,17 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Protocol
 
-Say = Callable[[str], None]
-"""Shows a line."""
-
-Advance = Callable[[int], None]
-"""Reports an amount of finished work."""
-
-LOADING = "loading PyTorch and what else is needed"
-"""Work at the start of most commands."""
-
-CHECKING = "looking at settings, models and data"
-"""Work before :data:`LOADING`."""
+Say = Callable[[str], None]  # shows a line
+Advance = Callable[[int], None]  # reports an amount of finished work
+LOADING = "loading PyTorch and what else is needed"  # work at the start of most commands
+CHECKING = "looking at settings, models and data"  # work before LOADING
 
 
 class Shows(Protocol):

@@ -23,8 +23,7 @@ ECHO_S = 1.0
 PARENT = "STRETTO_PARENT"
 """Environment variable with the descriptor for :func:`end_with`, for commands that use it."""
 
-GRACE_S = 60.0
-"""Seconds for an orphan to end in order before it is killed."""
+GRACE_S = 60.0  # seconds for an orphan to end in order before it is killed
 
 Handlers = dict[signal.Signals, Any]
 

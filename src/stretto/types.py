@@ -445,8 +445,7 @@ class TrainBatch:
 
 def sampled_of(tokens: Chunk | Response | TrainBatch) -> BoolArray:
     """Return which of the tokens the policy sampled, one bool each."""
-    everything = np.ones(len(tokens.tokens), np.bool_)
-    return everything if tokens.sampled is None else tokens.sampled
+    return np.ones(len(tokens.tokens), np.bool_) if tokens.sampled is None else tokens.sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.task import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Score
 
-Gold = CodeScorer | RewardModelScorer
-"""A source of rewards that scores complete responses."""
+Gold = CodeScorer | RewardModelScorer  # a source of rewards that scores complete responses
 
 
 def open_gold(

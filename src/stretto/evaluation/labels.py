@@ -41,8 +41,7 @@ from stretto.tasks.supervised_rows import Turns, attempt, attempt_rows, cells_of
 from stretto.tasks.tables import Row, of_row, read
 from stretto.types import FinishReason, Prompt
 
-RESPONSES = "responses"
-"""Column with several responses to one prompt."""
+RESPONSES = "responses"  # column with several responses to one prompt
 
 
 @dataclass(frozen=True, slots=True)

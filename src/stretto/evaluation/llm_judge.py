@@ -25,11 +25,8 @@ from stretto.workers.drive import drive
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-RETRIES = 4
-"""Retries after a lost connection, a rate limit or a server error, with growing pauses."""
-
-ANSWER_TOKENS = 512
-"""Token limit of a judge's answer."""
+RETRIES = 4  # retries after a lost connection, a rate limit or a server error, with growing pauses
+ANSWER_TOKENS = 512  # token limit of a judge's answer
 
 OPTIONS: Mapping[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
 """Options of a question, with names that all servers know."""
@@ -67,8 +64,7 @@ _SHOWN = """\
 {b}
 </response_b>"""
 
-JudgedPair = tuple[Prompt, str, str]
-"""A prompt, the policy's response and the reference."""
+JudgedPair = tuple[Prompt, str, str]  # a prompt, the policy's response and the reference
 
 _VERDICT = re.compile(r"verdict\W*\b(a|b|tie)\b(.*)", re.IGNORECASE)
 """The verdict, with the rest of its line."""
@@ -140,16 +136,14 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
         )
     key = key or "none"
     url = judge.url or None
-    limit_s = judge.timeout_s
-    client = AsyncOpenAI(api_key=key, base_url=url, max_retries=RETRIES, timeout=limit_s)
+    client = AsyncOpenAI(api_key=key, base_url=url, max_retries=RETRIES, timeout=judge.timeout_s)
     return partial(_judge, judge, client)
 
 
 def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) -> Judgement:
     questions = []
     for prompt, policy, reference in pairs:
-        turns = prompt.messages or ()
-        request = "\n\n".join(f"{m['role']}: {m['content']}" for m in turns)
+        request = "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages or ())
         request = prompt.text if prompt.messages is None else request
         for a, b in ((policy, reference), (reference, policy)):
             questions.append(_SHOWN.format(request=request, a=a, b=b))
@@ -234,5 +228,4 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
             f"{str(answer)[:200]!r}. Check `judge_url`, which mostly ends in /v1",
             "no-chat-completion",
         )
-    cut = choices[0].finish_reason == "length"
-    return "" if cut else choices[0].message.content or ""
+    return "" if choices[0].finish_reason == "length" else choices[0].message.content or ""

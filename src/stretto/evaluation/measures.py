@@ -476,9 +476,8 @@ def questions(
             "few prompts are different. Raise it, or name rows of their own",
             "none-held-out",
         )
-    description = describe_rows(task, source.seed)
     facts = {
-        "rows": description,
+        "rows": describe_rows(task, source.seed),
         "skipped": len(too_long) + len(errors),
         "distinct": len(set(contents)),
     }
@@ -493,12 +492,8 @@ def questions(
     except TaskError as error:
         return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
     overlap_count, total = sum(asks in training_contents for asks in contents), len(contents)
-    description = (
-        f"{overlap_count} of {total} prompts ({overlap_count / total:.1%}) are asked in training"
-    )
-    no_overlap = f"none of {total} prompts is asked in training"
-    return prompts, {
-        **facts,
-        "overlap": overlap_count / total,
-        "seen": description if overlap_count else no_overlap,
-    }
+    overlap = overlap_count / total
+    seen = f"none of {total} prompts is asked in training"
+    if overlap_count:
+        seen = f"{overlap_count} of {total} prompts ({overlap:.1%}) are asked in training"
+    return prompts, {**facts, "overlap": overlap, "seen": seen}

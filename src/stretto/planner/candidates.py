@@ -118,8 +118,7 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
         elif plain.sharing == "learner":
             seen = replace(plain, generator=Mesh(1))
         for way in quickest(seen):
-            checkpointing = way.checkpointing
-            layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=checkpointing)
+            layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=way.checkpointing)
             for variant, schedule in spec.variants.items():
                 candidate = Candidate(layout, variant, schedule)
                 if _pointless(candidate):

@@ -65,10 +65,9 @@ def fitted(
             shapes, adapters = known_shapes(config)
             elsewhere = bool(config.cluster.address)
             gpus = torch.cuda.device_count() if cluster_gpus is None else cluster_gpus
-            placements = places(config, config.threads or torch.get_num_threads(), gpus)
             fits: Fitted = fitted_run(
                 config,
-                placements,
+                places(config, config.threads or torch.get_num_threads(), gpus),
                 shapes,
                 width,
                 adapters,
@@ -112,8 +111,7 @@ def fitted_run(
         return [load for load in all_loads if load.device != "cpu"]
 
     def fits(config: Config, phases: Sequence[str] = ("scoring", "training")) -> bool:
-        found = loads(config)
-        return all(load.fits(name, room(load.device)) for load in found for name in phases)
+        return all(load.fits(name, room(load.device)) for load in loads(config) for name in phases)
 
     able = config.rollout.capabilities
     share, sleep = able.share_argument, able.sleep_argument

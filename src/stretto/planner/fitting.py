@@ -322,8 +322,7 @@ class RunMemory:
                 holds.put("communicators", COMMUNICATOR * self._communicators(place, found))
             self._put_roles(holds, place, shapes, versions, room or capacity)
             for device in place.devices:
-                load = by_device.setdefault(device, Load(device=device, at_once=self.at_once))
-                load.add(holds)
+                by_device.setdefault(device, Load(device=device, at_once=self.at_once)).add(holds)
         return list(by_device.values())
 
     def _communicators(
@@ -418,8 +417,7 @@ class RunMemory:
     def check_here(self) -> None:
         """Raise ConfigError for a run in this process whose models exceed the free memory."""
         c = self.config
-        inline = not c.runtime_kind.has_processes
-        if inline and (c.model.device == "cpu" or not usable_gpus()):
+        if not c.runtime_kind.has_processes and (c.model.device == "cpu" or not usable_gpus()):
             self.require(free_memory(), "this machine")
 
     def check_devices(self) -> list[str]:

@@ -134,10 +134,8 @@ def write_hardware(
     file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
 ) -> None:
     """Write a file for :func:`read_hardware` with its sources. Raises StorageError."""
-    gpu = asdict(hardware.gpu)
-    links = asdict(hardware.links)
-    assumed = dict(hardware.assumed)
-    tables = dict(zip(TABLES, (gpu, links, assumed, dict(measured)), strict=True))
+    values = (asdict(hardware.gpu), asdict(hardware.links), dict(hardware.assumed), dict(measured))
+    tables = dict(zip(TABLES, values, strict=True))
     comments = "".join(f"# {line}\n" for line in head.splitlines())
     write_whole(Path(file), f"{comments}\n{tomli_w.dumps(tables)}".encode())
 

@@ -270,8 +270,7 @@ def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     passes = LocalBackprop(trained, None, losses, training.microbatch_tokens)
     for tokens in sizes.training:
         responses = _responses(model, tokens, sizes.length)
-        batch = _micro_batch(model, responses)
-        run = partial(passes.run, [batch], 0.0, trains_actor=True)
+        run = partial(passes.run, [_micro_batch(model, responses)], 0.0, trains_actor=True)
         seconds = timed(run, model.device, sizes.repeats)
         rows, length = len(responses), len(responses[0]) + 1
         flops = formulas.training_flops(shape, rows * length, length, 1, checkpointing=False)

@@ -13,10 +13,9 @@ from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.memory_model import Parts, host_bytes, phases_of, rows_in_flight
 from stretto.saying import format_size
 
-RESPONSES = 512
-PROMPT = 512
-RESPONSE = 512
-"""Responses of a step, tokens of a prompt and of its response."""
+RESPONSES = 512  # of a step
+PROMPT = 512  # tokens of a prompt
+RESPONSE = 512  # tokens of its response
 LENGTH = PROMPT + RESPONSE
 
 
@@ -133,8 +132,7 @@ def _lines(
         breakdown = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes)
         lines.append(f"  {name:<11} {sum(parts.values()) / 1e9:>7.1f} GB   {breakdown}")
     if layout.offload:
-        on_host = host_bytes(models, layout) / 1e9
-        lines.append(f"  {'host':<11} {on_host:>7.1f} GB   for each GPU")
+        lines.append(f"  {'host':<11} {host_bytes(models, layout) / 1e9:>7.1f} GB   for each GPU")
     rows, goes = rows_in_flight(models, layout, RESPONSES, LENGTH, hardware)
     if goes > 1 and sum(phases["generation"].values()) <= usable:
         share = ceil(RESPONSES / layout.generator.data)

@@ -368,8 +368,7 @@ def predict(folder: str | Path) -> Prediction:
             f"warm up; there are {len(trace.steps)}",
             "too-few-steps",
         )
-    cluster = Recording.read(folder, WARM_STEPS, trace).cluster()
-    result = simulate(cluster, steps=len(trace.steps))
+    result = simulate(Recording.read(folder, WARM_STEPS, trace).cluster(), steps=len(trace.steps))
     ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
     window = (ends_s[WARM_STEPS - 1], ends_s[-1])
     measured_s = phases_of(trace.spans, steps[0].start_s, steps[-1].end_s, len(steps))

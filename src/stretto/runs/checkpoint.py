@@ -44,14 +44,12 @@ from stretto.saying import format_size
 
 T = TypeVar("T")
 
-INPUTS = "inputs.json"
-"""Fingerprints of rows and models."""
+INPUTS = "inputs.json"  # fingerprints of rows and models
 
 FIRST_MINUTES = 1.0
 """Minutes until the first checkpoint is due, so that a run that is killed early can resume."""
 
-EXPORT = "checkpoint/export"
-"""The staged model for ``Overrides.exports``."""
+EXPORT = "checkpoint/export"  # the staged model for Overrides.exports
 
 _FORMAT = 5
 _NAME = re.compile(r"step-(\d+)")

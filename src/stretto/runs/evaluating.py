@@ -30,14 +30,12 @@ from stretto.training.collate import describe
 from stretto.types import FinishReason
 from stretto.workers.drive import drive
 
-BEST = "checkpoint/best"
-"""Name of the spans and staged weights of the best evaluation's model."""
+BEST = "checkpoint/best"  # name of the spans and staged weights of the best evaluation's model
 
 
 def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of scored answers. RewardError without rewards, or if too many failed."""
-    factors = config.reward.factors
-    allowed = config.reward.failures_allowed
+    factors, allowed = config.reward.factors, config.reward.failures_allowed
     reasons = reasons_to_reject(
         answers, failures_allowed=allowed, group_at_least=1, weights=factors
     )
@@ -83,8 +81,7 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
         answers.extend(scored)
 
     async def evaluate(running: Run) -> None:
-        rows = range(len(running.prompts.task))
-        prompts = [running.prompts.prompt_by_id(i) for i in rows]
+        prompts = [running.prompts.prompt_by_id(i) for i in range(len(running.prompts.task))]
         running.schedule.evaluation = Evaluation(1, prompts, take)
         async with running.schedule as schedule:
             await schedule.evaluated()

@@ -42,11 +42,8 @@ from stretto.workers.drive import drive
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
 """Called after each step with its number and metrics. Returns ``"stop"``, ``"save"`` or None."""
 
-UPDATE_S = 300.0
-"""How long shutdown waits for the update in progress, in seconds."""
-
-SHOWN = 4
-"""How many differences a message names."""
+UPDATE_S = 300.0  # how long shutdown waits for the update in progress, in seconds
+SHOWN = 4  # how many differences a message names
 
 Identities = Mapping[str, Mapping[str, str]]
 """Fingerprints of files and rows, and plain facts, by subject."""
@@ -138,8 +135,7 @@ def taken_again(first: int, recorded: int) -> str:
     return f"; {steps} taken again"
 
 
-GRAPHS = "engine/graphs"
-"""Metric: share of decode steps that ran as CUDA graphs."""
+GRAPHS = "engine/graphs"  # metric: share of decode steps that ran as CUDA graphs
 
 
 def _graphs(spans: Sequence[Span]) -> dict[str, float]:
@@ -220,8 +216,7 @@ class _TrainingLoop:
         except (KeyboardInterrupt, SystemExit) as end:
             return end
         if not self.interrupted:
-            last = bool(self.stopped)
-            await checkpoints.after(self.done, last=last, asked=self.save_asked)
+            await checkpoints.after(self.done, last=bool(self.stopped), asked=self.save_asked)
         return None
 
     async def _complete(
@@ -381,8 +376,7 @@ class Inputs:
         if overrides.actor is None:
             models.insert(0, ("model.name", model.name, model.name))
         for setting, name, path in models:
-            fingerprint = identity(path, model.trust_remote_code, say)
-            self.take(f"{setting} = '{name}'", fingerprint)
+            self.take(f"{setting} = '{name}'", identity(path, model.trust_remote_code, say))
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
         """Record the training rows of the task with this name."""

@@ -174,8 +174,7 @@ class Encoder:
             **self._with_arguments(options),
         )
         ids, places = self.pieces(texts[0])
-        assistant_mask = [any(a < end and start < b for start, end in spans[0]) for a, b in places]
-        return ids, assistant_mask
+        return ids, [any(a < end and start < b for start, end in spans[0]) for a, b in places]
 
     def ids(self, escaped: str, *, special: bool = False, closed: bool = False) -> list[int]:
         """Return the tokens of an escaped text, or of a part of one.

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-TOOLS = "tools"
-"""Default column of tool schemas."""
-SYSTEM = "system"
-"""Default column of a row's own system message."""
+TOOLS = "tools"  # default column of tool schemas
+SYSTEM = "system"  # default column of a row's own system message
 
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "conversations")
 """Columns that may be the prompt if no column has this name."""

@@ -23,8 +23,7 @@ from stretto.tasks.task import Task, TaskRow, extract
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of runs, so that rows, drawn with seed + i, are not shared."""
 
-DEFAULT_SIZE = 100_000
-"""Rows by default. They are made on access."""
+DEFAULT_SIZE = 100_000  # rows by default, made on access
 
 _WORDS = """
 act add ado age ago aid ail aim air all and ant any ape apt arc are ark arm art ash ask ate awe axe

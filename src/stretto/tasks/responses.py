@@ -211,7 +211,6 @@ def _options(prompt: Prompt) -> Options:
 def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
     trained_positions = [i for i, t in enumerate(trained) if t]
     if not trained_positions:
-        message = "nothing is left to learn: no token is the assistant's"
-        raise TaskError(message, "nothing-to-learn")
+        raise TaskError("nothing is left to learn: no token is the assistant's", "nothing-to-learn")
     stop = trained_positions[-1] + 1
     return Example(tuple(tokens[:stop]), (False, *trained[1:stop]))

@@ -18,8 +18,7 @@ from stretto.types import Message
 T = TypeVar("T")
 U = TypeVar("U")
 
-Turns = str | tuple[Message, ...]
-"""Text, or the messages of a conversation."""
+Turns = str | tuple[Message, ...]  # text, or the messages of a conversation
 
 TURN = "\n\nAssistant:"
 """Mark before each response in transcripts such as those of Bai et al. (2022)."""

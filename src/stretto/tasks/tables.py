@@ -47,8 +47,7 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     is missing, unreadable, too short, or lacks the split. May raise MissingExtraError.
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
-    local = is_local(config.name)
-    rows = _read_local(config, f"{section}.split") if local else _read_hub(config)
+    rows = _read_local(config, f"{section}.split") if is_local(config.name) else _read_hub(config)
     if not len(rows):
         name = shown_name(config.name)
         raise TaskError(f"{name} holds no rows; it needs at least one", "no-rows")
@@ -80,8 +79,7 @@ def format_of(name: str | Path) -> str:
 def is_local(name: str) -> bool:
     """Whether a dataset's name is a file or folder, existing or not, instead of a hub dataset."""
     path = Path(name).expanduser()
-    looks_local = bool(format_of(path)) or name.startswith(("/", "./", "../", "~"))
-    return looks_local or path.exists()
+    return bool(format_of(path)) or name.startswith(("/", "./", "../", "~")) or path.exists()
 
 
 class _ArrowRows(Sequence[Row]):

@@ -21,19 +21,13 @@ if TYPE_CHECKING:
 INDEX_KEY = "_index"
 """Reserved key of ``Prompt.data`` for the row's index, in addition to the row's columns."""
 
-RIGHT = 1.0
-"""Lowest score of a right answer: 1 of 0 and 1, or full credit."""
-
-SHA256 = "sha256:"
-"""Prefix of fingerprints in :attr:`Task.identity`."""
-
-BLOCKS = 256
-"""Most fingerprints of one task. In a larger task each covers several rows."""
+RIGHT = 1.0  # lowest score of a right answer: 1 of 0 and 1, or full credit
+SHA256 = "sha256:"  # prefix of fingerprints in Task.identity
+BLOCKS = 256  # most fingerprints of one task; in a larger task each covers several rows
 
 Extraction = Literal["full", "last_number", "answer_tag"]
 
-TIME_LIMIT_S = 5
-"""Time limit for parsing an expression, and for comparing two."""
+TIME_LIMIT_S = 5  # time limit for parsing an expression, and for comparing two
 
 # A minus sign belongs to the number unless it directly follows an operand, as in "5-3".
 # Thousands must be grouped by three, so that the list "1,2,3" ends in 3.
