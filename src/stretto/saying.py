@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
-from typing import Protocol
 
 Say = Callable[[str], None]  # shows a line
 Advance = Callable[[int], None]  # reports an amount of finished work
@@ -13,11 +12,14 @@ LOADING = "loading PyTorch and what else is needed"  # work at the start of most
 CHECKING = "looking at settings, models and data"  # work before LOADING
 
 
-class Shows(Protocol):
-    """A display of lines and of work in progress."""
+class Display:
+    """A receiver of lines and of work in progress, and a :data:`Say`. This one shows nothing."""
 
     def note(self, text: str) -> None:
-        """Show a line."""
+        """Show a message."""
+
+    def __call__(self, text: str) -> None:
+        self.note(text)
 
     def working(
         self, what: str, total: int = 0, limit_s: float = inf
@@ -29,24 +31,14 @@ class Shows(Protocol):
             total: amount of work in any unit, 0 if unknown.
             limit_s: seconds after which the work ends in any case.
         """
-
-
-class Saying:
-    """A display as a :data:`Say` that can also show work. See :func:`working`."""
-
-    def __init__(self, display: Shows) -> None:
-        self.display = display
-
-    def __call__(self, text: str) -> None:
-        self.display.note(text)
+        return nullcontext(unseen)
 
 
 def working(
     say: Say, what: str, total: int = 0, limit_s: float = inf
 ) -> AbstractContextManager[Advance]:
-    if isinstance(say, Saying):
-        return say.display.working(what, total, limit_s)
-    return nullcontext(unseen)
+    display = say if isinstance(say, Display) else Display()
+    return display.working(what, total, limit_s)
 
 
 def silent(_: str) -> None:
@@ -74,17 +66,11 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def padded(rows: Sequence[Sequence[str]], left: int = 1) -> list[list[str]]:
-    """Pad the cells of each column to one width. Left-align the first ``left`` columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        [
-            f"{cell:{'<' if i < left else '>'}{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
+def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Pad the cells of each column to one width. Left-align the first column."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows]
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded(rows, left))
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded(rows))

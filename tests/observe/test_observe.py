@@ -322,7 +322,7 @@ def test_spans_measure_by_the_given_clock() -> None:
     score, generate, _ = spans.records
     assert (score.role, score.start_s, score.end_s) == ("reward", 2.0, 2.5)
     assert generate.attributes == {"batch": 4, "tokens": 7}
-    spans.reset()
+    spans.take()
     assert spans.totals() == {}
 
 

@@ -17,7 +17,7 @@ from helpers import ManualClock
 from stretto.config import Config, SftConfig
 from stretto.observe import make_progress, progress
 from stretto.observe.progress import WorkProgress, headline
-from stretto.saying import Saying, working
+from stretto.saying import working
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 """What Rich writes where it begins and ends to draw."""
@@ -160,7 +160,7 @@ def test_on_a_terminal_there_is_a_bar_while_work_goes_on() -> None:
 
 def test_work_is_handed_down_with_what_shows_lines() -> None:
     stream, lines = Watched(), list[str]()
-    say = Saying(make_progress("rich", stream))
+    say = make_progress("rich", stream)
     say("a line")
     with working(say, "loading", 3) as advance:
         advance(1)

@@ -77,7 +77,7 @@ def test_known_models_have_their_published_counts(name: str, published: float) -
 def test_a_stage_has_its_share_of_the_layers() -> None:
     assert SMALL.stage(1) is SMALL
     assert SMALL.stage(2).parameters == 152 + 84
-    assert memory_model.state_bytes(SMALL, Mesh(4, 1, 2)) == 16 * (152 + 84) / 4
+    assert memory_model.trained_bytes(SMALL.stage(2).held(1), None, 4, 2)[0] == 16 * (152 + 84) / 4
     assert Mesh(4, 2, 2).devices == 16
 
 
@@ -109,13 +109,12 @@ def test_published_hardware_has_the_default_efficiency() -> None:
 
 
 def test_states_are_sixteen_bytes_a_parameter_over_all_devices() -> None:
-    assert memory_model.state_bytes(SMALL, Mesh(4)) == 16 * 388 / 4
-    assert memory_model.state_bytes(SMALL, Mesh(4, 2)) == 16 * (152 + 84) / 4
+    assert memory_model.trained_bytes(SMALL.held(1), None, 4, 2)[0] == 16 * 388 / 4
+    assert memory_model.trained_bytes(SMALL.held(2), None, 4, 2)[0] == 16 * (152 + 84) / 4
     # ZeRO's own example: 7.5e9 parameters on 64 devices take 1.9 GB.
     seven_and_a_half = 7.5e9 / LLAMAS["7B"].parameters
-    assert memory_model.state_bytes(LLAMAS["7B"], Mesh(64)) * seven_and_a_half == pytest.approx(
-        1.875e9
-    )
+    sharded, _ = memory_model.trained_bytes(LLAMAS["7B"].held(1), None, 64, 2)
+    assert sharded * seven_and_a_half == pytest.approx(1.875e9)
 
 
 def test_two_layers_and_the_root_are_gathered() -> None:
@@ -241,7 +240,7 @@ def test_the_memory_plan_counts_states_alike() -> None:
     from stretto.planner.fitting import memory_plan
 
     plan = memory_plan(int(SMALL.parameters)).mixed
-    assert plan["actor"] == memory_model.state_bytes(SMALL, Mesh(1))
+    assert plan["actor"] == memory_model.trained_bytes(SMALL.held(1), None, 1, 2)[0]
     assert plan["reference"] == memory_model.weight_bytes(SMALL, 1)
 
 

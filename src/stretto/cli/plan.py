@@ -16,7 +16,7 @@ from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import host_bytes
-from stretto.saying import Saying, format_size
+from stretto.saying import format_size
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
@@ -43,7 +43,7 @@ def command_plan(
         write: Write the best plan's settings, for 'stretto train --overrides'.
     """
     if calibrate:
-        say = Saying(make_progress("auto"))
+        say = make_progress("auto")
         calibrating.calibrate(config, calibrate, command=command_line().line, say=say)
         print(f"wrote {calibrate}: stretto plan {recipe} --gpus N --hardware {calibrate}")
         return

@@ -6,13 +6,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from statistics import fmean
 from typing import IO
 from weakref import WeakKeyDictionary
 
 from stretto.observe.run_directory import SCORE, Sample
-from stretto.saying import Advance, unseen
+from stretto.saying import Display
 
 REWARD = "objective/scores"
 THROUGHPUT = "perf/throughput"
@@ -40,7 +40,7 @@ FIGURES = (
 WINDOW = 10  # steps that the trend and the time left are averaged over
 
 
-class Progress:
+class Progress(Display):
     """Receiver of a run's reports. This one shows nothing. Displays override its methods."""
 
     def start(self, headline: str) -> None:
@@ -50,14 +50,6 @@ class Progress:
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
         """Show the metrics of a finished step. ``step`` counts from 1 to ``total``."""
-
-    def note(self, text: str) -> None:
-        """Show a message."""
-
-    def working(
-        self, what: str, total: int = 0, limit_s: float = math.inf
-    ) -> AbstractContextManager[Advance]:
-        return nullcontext(unseen)
 
     def close(self) -> None:
         """Restore the terminal. May be called more than once."""

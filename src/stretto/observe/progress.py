@@ -14,7 +14,7 @@ from stretto.interfaces import worded
 from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
 from stretto.protocols import Clock, RealClock
-from stretto.saying import Advance, Saying
+from stretto.saying import Advance, Display
 from stretto.types import short_name
 
 FIRST_S = 2.0  # seconds without a line until the first one about work in progress
@@ -141,7 +141,7 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
     return "\n".join([*lines, *(f"note: {text}" for text in remarks)])
 
 
-class _Stderr:
+class _Stderr(Display):
     """A display on the current standard error."""
 
     def note(self, text: str) -> None:
@@ -153,7 +153,7 @@ class _Stderr:
         return make_progress("auto", sys.stderr).working(what, total, limit_s)
 
 
-on_stderr = Saying(_Stderr())  # for commands whose results go to standard output
+on_stderr = _Stderr()  # for commands whose results go to standard output
 
 
 def make_progress(

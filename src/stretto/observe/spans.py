@@ -129,7 +129,7 @@ class Spans:
 
     @property
     def records(self) -> tuple[Span, ...]:
-        """The spans since the last :meth:`reset` or :meth:`take`, in order of their ends."""
+        """The spans since the last :meth:`take`, in order of their ends."""
         with self._lock:
             return tuple(self._records)
 
@@ -144,7 +144,7 @@ class Spans:
         return dict(totals)
 
     def take(self) -> Window:
-        """Remove and return the spans since the last call or :meth:`reset`. A span that is still
+        """Remove and return the spans since the last call. A span that is still
         open is reported up to now, and again in full once it has ended."""
         with self._lock:
             now_s = self._clock.now()
@@ -158,6 +158,3 @@ class Spans:
             self._records.clear()
             self._since_s = now_s
         return window
-
-    def reset(self) -> None:
-        self.take()

@@ -281,18 +281,16 @@ def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
 
 def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
     """Return the cost of a copy of the generator. Raises ConfigError without room for its cache."""
-    models = spec.models
-    learner = layout.learner
-    generator = layout.generator
+    actor, generator = spec.models.actor, layout.generator
     cost = formulas.generator_cost(
-        models.actor,
+        actor,
         generator.tensor,
         spec.hardware,
         length=spec.workload.prompt_tokens.quantile(0.5, 0),
-        free_bytes=memory_model.cache_room_bytes(models, layout, spec.hardware),
+        free_bytes=memory_model.cache_room_bytes(spec.models, layout, spec.hardware),
     )
     sync_s = _reshard_s if layout.colocated else _broadcast_s
-    load_s = sync_s(models.actor, learner, generator, spec.hardware)
+    load_s = sync_s(actor, layout.learner, generator, spec.hardware)
     return cost.model_copy(update={"load_s": load_s})
 
 
@@ -325,6 +323,10 @@ def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerR
     per_copy = len(devices) // count
     mesh = Mesh(max(layout.scorer.data // count, 1), layout.scorer.tensor)
     length = spec.workload.mean_tokens
+    critic_load_s = 0.0
+    if models.critic and not layout.colocated:
+        sync_s = _reshard_s if layout.sharing == "learner" else _broadcast_s
+        critic_load_s = sync_s(models.critic, layout.learner, layout.scorer, spec.hardware)
     return [
         ScorerRole(
             name=name,
@@ -332,7 +334,7 @@ def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerR
             devices=devices[i * per_copy : (i + 1) * per_copy],
             cost=formulas.prefill_cost(shape, mesh, spec.hardware, length=length),
             follows="critic" if name == "critic" else "",
-            load_s=_critic_load_s(shape, layout, spec.hardware) if name == "critic" else 0.0,
+            load_s=critic_load_s if name == "critic" else 0.0,
             host=i if hosted else None,
         )
         for name, kind, shape in roles
@@ -349,13 +351,6 @@ def swap_s(spec: PlanSpec, layout: Layout) -> float:
     kept = memory_model.kept_bytes(models, layout.learner)
     size = 2 * kept + memory_model.frozen_bytes(models, layout)
     return size / (on.links.host_bytes_per_s * on.assumed.link)
-
-
-def _critic_load_s(critic: Shape, layout: Layout, on: Hardware) -> float:
-    if layout.colocated:
-        return 0.0
-    sync_s = _reshard_s if layout.sharing == "learner" else _broadcast_s
-    return sync_s(critic, layout.learner, layout.scorer, on)
 
 
 def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:

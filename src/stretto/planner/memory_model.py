@@ -63,10 +63,6 @@ class Adapters:
         return SINGLE * tokens * self.inputs / (layers if checkpointing else 1)
 
 
-def state_bytes(shape: Shape, mesh: Mesh) -> float:
-    return trained_bytes(shape.stage(mesh.stages).held(mesh.tensor), None, mesh.data, HALF)[0]
-
-
 def weight_bytes(shape: Shape, tensor: int, width: int = HALF) -> float:
     """Return the bytes of a tensor-parallel device's weights, if they are not trained."""
     matrices = shape.layers * (shape.layer_parameters - 2 * shape.hidden) / tensor

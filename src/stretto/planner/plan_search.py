@@ -14,11 +14,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import inf
 from multiprocessing import active_children, get_context, parent_process
@@ -254,11 +254,11 @@ def search(
         working(say, "plans looked at or ruled out", count, limit_s) as advance,
         _simulators(spec, workers or os.cpu_count() or 1) as (submit, room),
     ):
-        running: set[Future[PlanResult]] = set()
+        running: set[futures.Future[PlanResult]] = set()
 
         def collect(until: int) -> None:
             while len(running) > until:
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                for done in futures.wait(running, return_when=futures.FIRST_COMPLETED).done:
                     running.remove(done)
                     result = done.result()
                     kind = result.candidate.kind
@@ -336,21 +336,16 @@ def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
 @contextmanager
 def _simulators(
     spec: PlanSpec, workers: int
-) -> Iterator[tuple[Callable[[Candidate], Future[PlanResult]], int]]:
+) -> Iterator[tuple[Callable[[Candidate], futures.Future[PlanResult]], int]]:
     if workers == 1:
-
-        def here(candidate: Candidate) -> Future[PlanResult]:
-            done: Future[PlanResult] = Future()
-            done.set_result(result_of(spec, candidate))
-            return done
-
-        yield here, 1
+        with futures.ThreadPoolExecutor(1) as thread:
+            yield partial(thread.submit, result_of, spec), 1
         return
     # Spawned, because a fork would keep locks held by the caller's library threads for ever.
     before = set(active_children())
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
+    pool = futures.ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
     try:
-        yield (lambda candidate: pool.submit(result_of, spec, candidate)), workers
+        yield partial(pool.submit, result_of, spec), workers
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(active_children()) - before:

@@ -25,7 +25,6 @@ from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.observe.card import write_card
 from stretto.observe.notebook import html_of
 from stretto.runs.ending import saved_at_the_end
-from stretto.saying import Saying
 from stretto.tasks.responses import Example, PromptLayout
 from stretto.tasks.supervised_rows import (
     PairTokens,
@@ -178,7 +177,7 @@ class _SupervisedLoop(Generic[T]):
         with progress.working(f"reading {data.name}"):
             rows, dropped = read(data)
         prepare_torch(config.seed, config.threads)
-        path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
+        path, device = resolve(m.name, progress), pick_device(m.device)
         dtype, trust = pick_dtype(m.dtype, device), m.trust_remote_code
         with progress.working(f"loading {path}"):
             self.tokenizer = load.load_tokenizer(path, trust)

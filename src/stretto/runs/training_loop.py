@@ -30,7 +30,7 @@ from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import StoppedError, saved_at_the_end
 from stretto.runs.evaluating import Evaluator
 from stretto.runtime.run import DriverState, Halted, Run, start
-from stretto.saying import Say, Saying, working
+from stretto.saying import Say
 from stretto.schedules.rollout import Rollout, Step
 from stretto.schedules.schedule import Schedule
 from stretto.scoring.response_buffer import response_text, spelt_out
@@ -68,30 +68,29 @@ def train(
         overrides: objects of the caller in place of names in the settings.
         on_step: see :data:`OnStep`.
     """
-    say = Saying(progress)
     with ExitStack() as stack:
         first, state = 0, None
         if resume:
-            with working(say, "reading the checkpoint"):
-                first, state = load_latest(run_dir.checkpoints, say)
-            say(f"goes on after step {first}{taken_again(first, run_dir.last_step())}")
+            with progress.working("reading the checkpoint"):
+                first, state = load_latest(run_dir.checkpoints, progress)
+            progress.note(f"goes on after step {first}{taken_again(first, run_dir.last_step())}")
         inputs = Inputs(state[INPUTS] if state else {})
         critic = config.critic.model if config.algorithm.definition.critic else ""
-        inputs.take_models(config.model, critic, config.reward.models, overrides, say)
+        inputs.take_models(config.model, critic, config.reward.models, overrides, progress)
         overrides = replace(
             overrides,
             looks_at=partial(inputs.take_rows, config.task.name),
             warmup=overrides.warmup or run_dir.warmup.absolute(),
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, say, overrides, run_dir.path)
+        running = start(config, stack, progress, overrides, run_dir.path)
         stack.enter_context(freeze_heap())
-        running.spans.reset()
+        running.spans.take()
         evaluator = None
         if running.held_out:
             evaluator = Evaluator(config, running, running.held_out, run_dir, recorder.note)
         loop = _TrainingLoop(
-            *(config, running, recorder, run_dir, inputs.found, say, state, first),
+            *(config, running, recorder, run_dir, inputs.found, progress, state, first),
             evaluator,
             on_step or (lambda step, stats: None),
         )
@@ -153,7 +152,7 @@ class _TrainingLoop:
     recorder: Recorder
     run_dir: RunDirectory
     inputs: Identities  # recorded in checkpoints
-    say: Say
+    progress: Progress
     state: dict[str, Any] | None  # to resume from
     done: int  # steps taken, including before a resume
     evaluator: Evaluator | None
@@ -173,19 +172,20 @@ class _TrainingLoop:
     async def steps(self) -> None:
         config, running = self.config, self.running
         if self.state is not None:
-            with working(self.say, "taking up the checkpoint"):
+            with self.progress.working("taking up the checkpoint"):
                 await running.load_state_dict(self.state)
             self.state = None
         folder, note = self.run_dir.checkpoints, self.recorder.note
         checkpoints = Checkpointer(running, folder, self.inputs, config.observe, config.steps, note)
         self.checkpoints = checkpoints
-        has_search = config.pipeline.ranks and config.pipeline.schedule != "serial"
-        suffix = ", with a search for pipeline schedules" if has_search else ""
-        status: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{suffix}")
+        title = f"step {self.done + 1}"
+        if config.pipeline.ranks and config.pipeline.schedule != "serial":
+            title += ", with a search for pipeline schedules"
+        status: AbstractContextManager[object] = self.progress.working(title)
         try:
             async with self.evaluator or nullcontext(), checkpoints, running.schedule as schedule:
                 if self.evaluator and not self.done:
-                    with working(self.say, "evaluating the policy that training starts from"):
+                    with self.progress.working("evaluating the policy that training starts from"):
                         await schedule.evaluated()
                     self.recorder.step(0, self.evaluator.take_news())
                 while self.done < config.steps:
@@ -258,7 +258,7 @@ class _TrainingLoop:
                     self.last = self.running.driver_state()
 
     def save(self) -> None:
-        with working(self.say, "saving the model"):
+        with self.progress.working("saving the model"):
             self.running.save(self.run_dir.model)
             self.card(self.run_dir.model)
 
@@ -281,7 +281,7 @@ class _TrainingLoop:
         if self.halted.lost:
             note(f"no checkpoint of step {self.done} can be written: {self.halted.lost}")
         if self.halted.staged and self.checkpoints:
-            with working(self.say, f"writing a checkpoint of step {self.done}"):
+            with self.progress.working(f"writing a checkpoint of step {self.done}"):
                 self.checkpoints.write_last(self.done, self.halted.staged)
 
     def _record(self, step: Step) -> None:

@@ -64,6 +64,7 @@ class Encoder:
         self.arguments = dict(arguments or {})
         self.unread: set[str] = set()
         self._control = _control_tokens(tokenizer, self.arguments)
+        self._spellings = {i: text for text, i in self._control.items()}
         self._names = _stand_ins(self._control)
         spellings = {name: text for text, name in self._names.items()}
         self._other = self._names | spellings
@@ -212,23 +213,19 @@ class Encoder:
         match = self._spelling.search(escaped, start)
         return (match.start(), match.end(), self._control[match[0]]) if match else None
 
-    @cached_property
-    def _spellings(self) -> dict[int, str]:
-        return {i: text for text, i in self._control.items()}
-
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
         """Return the tokens of :meth:`ids` with their spans, for fast tokenizers only."""
-        behind = self._behind if special else 0
+        ids = list[int]()
+        spans = list[tuple[int, int]]()
         if not _is_escaped(escaped):
             options = {"add_special_tokens": special, "return_offsets_mapping": True}
             encoding = self.tokenizer(escaped, **options)
             ids, spans = list(encoding["input_ids"]), list(encoding["offset_mapping"])
-            if self._are_written(ids, escaped, special):
-                end = len(ids) - behind
-                return ids[:end], spans[:end]
-        twin_encoding = self._twin_encoded(escaped, special)
-        end = len(twin_encoding.ids) - behind
-        return list(twin_encoding.ids)[:end], list(twin_encoding.offsets)[:end]
+        if not ids or not self._are_written(ids, escaped, special):
+            twin_encoding = self._twin_encoded(escaped, special)
+            ids, spans = list(twin_encoding.ids), list(twin_encoding.offsets)
+        end = len(ids) - (self._behind if special else 0)
+        return ids[:end], spans[:end]
 
     def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
         """Whether the ids contain no more control tokens than the template wrote.

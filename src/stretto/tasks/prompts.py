@@ -216,9 +216,8 @@ class PromptSource:
             yield prompt, demonstration
             return
         opening = prompt.messages or (Message(role="user", content=prompt.text),)
-        plain = self.config.model_copy(
-            update={"system": "", "instruction": ""}
-        )  # already in the prompt
+        # The prompt already has the system message and the instruction.
+        plain = self.config.model_copy(update={"system": "", "instruction": ""})
         for at, turn in enumerate(demonstration):
             if turn["role"] == "assistant":
                 turn_row = replace(row, prompt=(*opening, *demonstration[:at]), tokens=())
