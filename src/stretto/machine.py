@@ -22,16 +22,11 @@ _SECRET = re.compile(r"((?:^|\0)-[^\0=]*(?:key|token|password|secret)[=\0])[^\0]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Machine facts that a run's metrics depend on.
-
-    Attributes:
-        cores: cores usable by this process.
-        threads: torch's default number of threads.
-    """
+    """Machine facts that a run's metrics depend on."""
 
     cpu: str
-    cores: int
-    threads: int
+    cores: int  # usable by this process
+    threads: int  # torch's default
     gpus: tuple[str, ...]
     torch: str
 

@@ -167,8 +167,6 @@ def completed_episodes(
 
 
 class _Episodes:
-    """The episodes in progress."""
-
     def __init__(self, engine: Engine, environment: Environment, sampling: Sampling) -> None:
         self._engine = engine
         self._environment = environment
@@ -224,7 +222,6 @@ class _Episodes:
         return await self._environment.step(replace(rollout.response(text=True), finish=finish))
 
     def _next(self, rollout: Rollout, o: Observation) -> Rollout:
-        """Return the sample to decode next, with its new context."""
         rollout.left = o.left[:1]
         samples = self._samples[episode_of(rollout.id)]
         sample = next((r for r in samples if r.id == o.rollout_id), None)

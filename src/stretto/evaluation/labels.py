@@ -194,7 +194,6 @@ def _of_group(
     tokenizer: PreTrainedTokenizerBase,
     stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
-    """Return a pair of one prompt's finished responses, or the reason why there is none."""
     if len(responses) < 2:
         return "unended"
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
@@ -283,7 +282,6 @@ def _tokenised(
 
 
 def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:
-    """Return the row to write, or ``None`` for a tie."""
     columns = data.chosen_column, data.rejected_column
     cells = [row.data[column] for column in columns] if row.labelled else row.responses
     pair = best_and_worst(row.responses, scores, cells, columns)

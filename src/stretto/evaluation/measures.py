@@ -377,16 +377,11 @@ def measured_on(config: Config) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Prompts that a run is evaluated on during training.
-
-    Attributes:
-        facts: about them, from :func:`questions`.
-        verifier: of their rows, if they are not the run's own, and 'task' is a reward source.
-    """
+    """Prompts that a run is evaluated on during training."""
 
     prompts: Sequence[Prompt]
-    facts: Mapping[str, Any]
-    verifier: CodeScorer | None
+    facts: Mapping[str, Any]  # about them, from :func:`questions`
+    verifier: CodeScorer | None  # if the rows are not the run's own, and 'task' is a reward source
 
 
 def open_held_out(

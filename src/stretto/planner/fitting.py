@@ -45,20 +45,15 @@ FILLED = 0.9  # Share of a device that can be filled. Libraries and fragmentatio
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of weights, and of the gradients and Adam states of trained models, by model.
+    """Bytes of weights, and of the gradients and Adam states of trained models, by model."""
 
-    Attributes:
-        parameters: P, of each model.
-        trained: trained parameters of actor and critic each. It is P unless LoRA is on.
-        sixteen_bit: everything at 16 bits without gradients, as systems papers count: weights 2P,
-            Adam 4P, so 6P a trained model, 2P a frozen one, 16P in total.
-        mixed: mixed precision, as in Stretto's learner: fp32 master weights, gradients and Adam
-            moments (16 bytes a trained parameter), frozen weights at the compute type's width.
-    """
-
-    parameters: int
-    trained: int
+    parameters: int  # P, of each model
+    trained: int  # of actor and critic each: P unless LoRA is on
+    # Everything at 16 bits without gradients, as systems papers count: weights 2P, Adam 4P, so 6P a
+    # trained model, 2P a frozen one, 16P in total.
     sixteen_bit: Counter[str]
+    # Mixed precision, as in Stretto's learner: fp32 master weights, gradients and Adam moments (16
+    # bytes a trained parameter), frozen weights at the compute type's width.
     mixed: Counter[str]
 
 

@@ -164,7 +164,6 @@ def _load(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 def _verify(checkpoint: Path, step: int) -> None:
-    """Check that all files are as written for this step."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         entries = manifest["files"].items()

@@ -103,10 +103,6 @@ class Evaluator:
     - That model is copied before its weights change, and written by a thread during training.
     - A failed write (full disk) is reported and does not end the run. The previous best stays.
     - Leave the context while the event loop runs, because it waits for the write in progress.
-
-    Attributes:
-        news: metrics that no step has recorded yet.
-        best: the best evaluation so far, whose model is kept.
     """
 
     def __init__(
@@ -121,8 +117,8 @@ class Evaluator:
         self._running = running
         self._run_dir = run_dir
         self._note = note
-        self.news: dict[str, float] = {}
-        self.best = run_dir.best()
+        self.news: dict[str, float] = {}  # metrics that no step has recorded yet
+        self.best = run_dir.best()  # so far; its model is kept
         self._evaluated = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
         self._writing: Future[None] | None = None
         interval, facts = config.observe.eval_every, held_out.facts

@@ -145,8 +145,6 @@ def _graphs(spans: Sequence[Span]) -> dict[str, float]:
 
 @dataclass
 class _TrainingLoop:
-    """Runs and records the steps of a run."""
-
     config: Config
     running: Run
     recorder: Recorder

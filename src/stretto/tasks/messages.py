@@ -71,33 +71,25 @@ def as_prompt(value: Any) -> str | tuple[Message, ...]:
 
     Raises TaskError if it is neither, empty, invalid Unicode, or ends with the assistant's turn.
     """
-    if isinstance(value, str) and value.strip():
-        utf8(value)
-        return value
-    messages = as_messages(value)
-    if not messages:
+    prompt = _text_or_messages(value)
+    if not prompt:
         raise TaskError(
             f"a prompt must be text, or a list of messages with {KEYS}; got {repr(value)[:200]}",
             "prompt-not-text",
         )
-    for message in messages:
-        utf8(message["role"] + message["content"])
-    if messages[-1]["role"] == "assistant":
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         raise TaskError(
             "the assistant's turn ends this prompt, and leaves none to answer; drop that message",
             "prompt-ends-with-assistant",
         )
-    return messages
+    return prompt
 
 
 def as_demonstration(value: Any) -> str | tuple[Message, ...]:
     """Return a demonstration as text or messages. TaskError without a plain assistant turn."""
-    if isinstance(value, str) and value.strip():
-        utf8(value)
-        return value
-    messages = as_messages(value)
-    for message in messages:
-        utf8(message["role"] + message["content"])
+    messages = _text_or_messages(value)
+    if isinstance(messages, str):
+        return messages
     turns = [message for message in messages if message["role"] == "assistant"]
     if not turns or any("tool_calls" in turn for turn in turns):
         raise TaskError(
@@ -106,6 +98,16 @@ def as_demonstration(value: Any) -> str | tuple[Message, ...]:
             f"spelled as the policy is to spell them; got {repr(value)[:200]}",
             "demonstration-not-text",
         )
+    return messages
+
+
+def _text_or_messages(value: Any) -> str | tuple[Message, ...]:
+    if isinstance(value, str) and value.strip():
+        utf8(value)
+        return value
+    messages = as_messages(value)
+    for message in messages:
+        utf8(message["role"] + message["content"])
     return messages
 
 

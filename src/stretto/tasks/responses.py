@@ -32,15 +32,10 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sequence to train on.
+    """A sequence to train on."""
 
-    Attributes:
-        tokens: up to the last trained one.
-        trained: whether each token is trained. Never the first, because nothing predicts it.
-    """
-
-    tokens: tuple[int, ...]
-    trained: tuple[bool, ...]
+    tokens: tuple[int, ...]  # up to the last trained one
+    trained: tuple[bool, ...]  # by token; never the first, because nothing predicts it
 
     @property
     def prompt(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -29,33 +29,24 @@ class Demonstration:
     """A prompt and its completion: text, or messages of which the assistant's are trained.
 
     Without a prompt the completion is a text that is trained from its second token on.
-
-    Attributes:
-        data: the original row, which may bring tools and a system message.
     """
 
     prompt: Turns
     completion: Turns
     index: int
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Row = field(default_factory=dict)  # may bring tools and a system message
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two responses to one prompt, of which ``chosen`` was preferred.
-
-    Attributes:
-        index: the row's index in its dataset.
-        transcript: whether the prompt is the common beginning of two texts that contain turns.
-        data: the original row.
-    """
+    """Two responses to one prompt, of which ``chosen`` was preferred."""
 
     prompt: Turns
     chosen: str
     rejected: str
-    index: int = 0
-    transcript: bool = False
-    data: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0  # of the row in its dataset
+    transcript: bool = False  # the prompt is the common beginning of two texts that contain turns
+    data: Row = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
