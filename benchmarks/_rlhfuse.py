@@ -162,10 +162,10 @@ class Run:
         held = 0.0
         for size in (self.actor, self.critic):
             mesh, shape = self.mesh(size), SHAPES[size]
+            each = shape.stage(mesh.stages).held(mesh.tensor)
             if self.assumed.system == "zero":
-                held += memory_model.state_bytes(shape, mesh)
+                held += memory_model.STATE * each / mesh.data
             else:
-                each = shape.stage(mesh.stages).held(mesh.tensor)
                 held += each * (
                     memory_model.HALF + memory_model.SINGLE + memory_model.KEPT / mesh.data
                 )

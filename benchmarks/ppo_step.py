@@ -82,7 +82,7 @@ def timed(
                 step = await schedule.step()
                 step_s.append(time.perf_counter() - start)
                 phases.append(run.spans.totals())
-                run.spans.reset()
+                run.spans.take()
                 most = config.rollout.max_new_tokens
                 assert overrides.end_tokens or all(len(r) == most for r in step.batch)
 

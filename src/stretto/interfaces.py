@@ -176,9 +176,7 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         keywords = inspect.signature(function).parameters
-        takes_settings = any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in keywords.values()
-        )
+        takes_settings = any(p.kind is p.VAR_KEYWORD for p in keywords.values())
         with through(Python(keywords, takes_settings, CALLS)):
             unknown = kwargs.keys() - keywords.keys()
             if unknown and not takes_settings:

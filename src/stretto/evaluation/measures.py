@@ -240,9 +240,7 @@ def measure(
         rollouts, sums = _answers(settings, prompts, tokenizer, sums=bool(sft))
         texts = list[str]()
         if sources or judge:
-            texts = [
-                reference_text(task, rollout.prompt.data, reference_column) for rollout in rollouts
-            ]
+            texts = [reference_text(task, x.prompt.data, reference_column) for x in rollouts]
         layout = PromptLayout(tokenizer, ends, RowsConfig()) if golds else None
         rates = _win_rates(golds, layout, rollouts, texts, r.batch) if layout else ()
         pairs = [

@@ -278,12 +278,8 @@ class Comparison:
         for variant, by_seed in self.figures.items():
             values = {row.key: self._values(variant, row.key) for row in rows}
             variants[variant] = {"seeds": list(by_seed), **values}
-            interval_by_key = {
-                row.key: row.interval(values[row.key]) for row in rows if row.of_target
-            }
-            intervals[variant] = {
-                key: interval and list(interval[1:]) for key, interval in interval_by_key.items()
-            }
+            row_intervals = {r.key: r.interval(values[r.key]) for r in rows if r.of_target}
+            intervals[variant] = {key: i and list(i[1:]) for key, i in row_intervals.items()}
         return {
             "steps": self.steps,
             "smoothed_steps": self.window,
@@ -305,10 +301,8 @@ class Comparison:
                 f"Target not reached within {self.steps} steps, and so left out of its means and "
                 f"intervals, which flatter a schedule that lacks runs: {', '.join(missed_runs)}."
             )
-        variants = {
-            variant: metrics for variant, metrics in self.figures.items() if variant != BASELINE
-        }
-        baseline = self.figures.get(BASELINE)
+        variants = dict(self.figures)
+        baseline = variants.pop(BASELINE, None)
         if len(self.seeds) > 1 and variants and baseline:
             for key, what in (("time_ratio", "Seconds"), ("steps_ratio", "Steps")):
                 pairs = {
@@ -342,10 +336,8 @@ class Comparison:
     def _figures(self, result: VariantResult) -> dict[str, float | None]:
         warm_s = result.times_s[-1] - result.times_s[0]
         rewards = smoothed(result.column(REWARD), self.window)
-        target_step = None
-        if (target := self.target) is not None:
-            at = (i for i, reward in enumerate(rewards, self.window) if reward >= target)
-            target_step = next(at, None)
+        target = math.inf if self.target is None else self.target
+        target_step = next((i for i, r in enumerate(rewards, self.window) if r >= target), None)
         busy = {role: b for role, b in result.utilisation.items() if not is_generator(role)}
         generators = [b for role, b in result.utilisation.items() if is_generator(role)]
         if generators:

@@ -41,9 +41,7 @@ def _link(name: str, path: Path) -> str:
 
 
 def _curve(name: str, history: Sequence[Mapping[str, Any]]) -> str:
-    points = [
-        (float(row["step"]), float(row[name])) for row in history if row.get(name) is not None
-    ]
+    points = [(float(m["step"]), float(m[name])) for m in history if m.get(name) is not None]
     if not points:
         return ""
     steps, values = zip(*points, strict=True)

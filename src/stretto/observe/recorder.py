@@ -188,9 +188,7 @@ class Remarks:
         count_by_limit = Counter(LIMITS.get(rollout.ended_by, "") for rollout in cut)
         cuts = f"{len(cut)} of {of} responses were cut at {limit}"
         if not count_by_limit[""]:
-            breakdown = ", ".join(
-                f"{n} by {setting}" for setting, n in count_by_limit.most_common()
-            )
+            breakdown = ", ".join(f"{n} by {limit}" for limit, n in count_by_limit.most_common())
             cuts = f"{len(cut)} of {of} episodes were ended by a limit ({breakdown})"
         if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
             return f"{cuts}; the source '{MISSING_EOS}' takes the penalty off those without an end"
@@ -211,14 +209,10 @@ class Remarks:
         fact = f"all {len(batch)} rewards are {reward:g}: a batch with one reward teaches nothing"
         parts = [self._cut(cut, len(batch))] if cut else []
         if len(cut) < len(batch):
-            score_dicts = [
+            first, *others = [
                 scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH
             ]
-            common = {
-                n: x
-                for n, x in score_dicts[0].items()
-                if all(scores[n] == x for scores in score_dicts)
-            }
+            common = {n: x for n, x in first.items() if all(s[n] == x for s in others)}
             equal = (
                 f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in common.items()
             )

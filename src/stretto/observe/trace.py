@@ -118,9 +118,7 @@ class TraceFile:
             process = _named("process_name", _DRIVER, _STEP_TRACK, name="stretto")
             events += [process, *_track("steps", _DRIVER, _STEP_TRACK)]
         calls = [span for span in window.ended if span.role == ENVIRONMENT]
-        role_spans = self._role_lanes.place(
-            span for span in window.ended if span.role != ENVIRONMENT
-        )
+        role_spans = self._role_lanes.place(s for s in window.ended if s.role != ENVIRONMENT)
         for track, span in (*role_spans, *self._lanes.place(calls)):
             place = self._tracks.place(track, window.processes.get(span.role, ""), events)
             event = _event(span, offset_s, *place)
@@ -129,9 +127,7 @@ class TraceFile:
         events += _answering(calls, window, offset_s)
         marker = Span("", f"{_STEP} {step}", window.start_s, window.end_s, {"step": step})
         event = {**_event(marker, offset_s, _DRIVER, _STEP_TRACK), "cat": _STEP}
-        counters = {
-            name: stats[name] for name in COUNTED if math.isfinite(stats.get(name, math.nan))
-        }
+        counters = {n: stats[n] for n in COUNTED if math.isfinite(stats.get(n, math.nan))}
         counters[_WAITING] = self._rollouts.waiting
         events += (_counter(name, _end(event), _DRIVER, value) for name, value in counters.items())
         self._write(size, [*events, event])

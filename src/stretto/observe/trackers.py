@@ -225,9 +225,7 @@ class MLflow(_Remembered):
         active_run = self._library.start_run(run_id=self._id, run_name=run.name)
         self.finish = self._library.end_run
         self._remember(active_run.info.run_id)
-        parameters = [
-            (self._named(name), str(value)[:500]) for name, value in flat_settings(run.settings)
-        ]
+        parameters = [(self._named(n), str(x)[:500]) for n, x in flat_settings(run.settings)]
         for start in range(0, 0 if self._id else len(parameters), 100):  # MLflow's limits
             self._library.log_params(dict(parameters[start : start + 100]))
 

@@ -85,9 +85,7 @@ def _told(answer: Observation | None) -> dict[str, Any]:
     tool_calls = list(calls(answer))
     results = [message["content"] for message in answer.messages if message["role"] == "tool"]
     if len(results) == len(tool_calls):
-        tool_calls = [
-            {"result": result, **call} for result, call in zip(results, tool_calls, strict=True)
-        ]
+        tool_calls = [{"result": r, **c} for r, c in zip(results, tool_calls, strict=True)]
     return {
         "messages": [plain(message) for message in answer.messages],
         "calls": [plain(call) for call in tool_calls],

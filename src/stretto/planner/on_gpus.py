@@ -103,9 +103,7 @@ def _remedy(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> str
             f"Neither {variants[-1].gpus:,} GPUs nor `tp` nor `offload` helps: take a smaller model"
         )
     least.sort(key=lambda variant: (variant.beyond(current).count("--"), variant.gpus, variant.tp))
-    return (
-        f"All phases fit with {', or with '.join(variant.beyond(current) for variant in least[:3])}"
-    )
+    return f"All phases fit with {', or with '.join(v.beyond(current) for v in least[:3])}"
 
 
 def _fits(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> bool:

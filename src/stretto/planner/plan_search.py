@@ -18,7 +18,7 @@ from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from math import inf
 from multiprocessing import active_children, get_context, parent_process
@@ -339,13 +339,13 @@ def _simulators(
 ) -> Iterator[tuple[Callable[[Candidate], futures.Future[PlanResult]], int]]:
     if workers == 1:
         with futures.ThreadPoolExecutor(1) as thread:
-            yield partial(thread.submit, result_of, spec), 1
+            yield (lambda candidate: thread.submit(result_of, spec, candidate)), 1
         return
     # Spawned, because a fork would keep locks held by the caller's library threads for ever.
     before = set(active_children())
     pool = futures.ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
     try:
-        yield partial(pool.submit, result_of, spec), workers
+        yield (lambda candidate: pool.submit(result_of, spec, candidate)), workers
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(active_children()) - before:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -412,9 +412,7 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     idle = {role: total_s - seconds(union(parts)) for role, parts in busy.items()}
     phase_s["generators waiting"] = sum(s for role, s in idle.items() if is_generator(role))
     phase_s["learner waiting"] = idle.get("learner", total_s)
-    phase_s["no role at work"] = total_s - seconds(
-        union(p for parts in work.values() for p in parts)
-    )
+    phase_s["no role at work"] = total_s - seconds(union(chain.from_iterable(work.values())))
     phase_s[STEP] = total_s
     return {phase: s / steps for phase, s in phase_s.items()}
 

@@ -44,11 +44,9 @@ def figures(config: Config, answers: Sequence[Rollout]) -> dict[str, float]:
     metrics = {SCORE: fmean(train_batch(samples).totals(factors)[0] for samples in episodes)}
     if "task" in factors:
         verdicts = [[r.scores["task"].scalar for r in samples] for samples in episodes]
-        successes = (
-            any(v is not None and v >= RIGHT for v in episode_verdicts)
-            for episode_verdicts in verdicts
+        metrics["eval/pass@1"] = fmean(
+            any(v is not None and v >= RIGHT for v in of_episode) for of_episode in verdicts
         )
-        metrics["eval/pass@1"] = fmean(successes)
         if timeouts := sum(r.scores["task"].extra.get("timeouts", 0) for r in scored_rollouts):
             metrics["eval/timeouts"] = float(timeouts)
     source_means = describe(train_batch(scored_rollouts)).items()

@@ -385,9 +385,7 @@ class Inputs:
 
 
 def _differences(previous: Mapping[str, str], current: Mapping[str, str]) -> str:
-    differing = [
-        name for name in {**previous, **current} if previous.get(name) != current.get(name)
-    ]
+    differing = [n for n in {**previous, **current} if previous.get(n) != current.get(n)]
     facts = [
         f"{name} ({previous.get(name, 'none')} then, {current.get(name, 'none')} now)"
         for name in differing

@@ -45,9 +45,7 @@ class RunServer(ThreadingHTTPServer):
         self._folders = runs
         self.names = [run.name for run in load(runs, begun=False)]
         directories = [RunDirectory(Path(run)) for run in runs]
-        self._files = [
-            (Growing(run.metrics_file), Growing(run.samples_file)) for run in directories
-        ]
+        self._files = [(Growing(d.metrics_file), Growing(d.samples_file)) for d in directories]
         self._lock = Lock()
         try:
             super().__init__((HOST, port), _Handler)

@@ -30,9 +30,7 @@ def variables(dark: bool) -> str:
 
 
 def grouped(groups: Sequence[int]) -> str:
-    return "".join(
-        f"--run-{i}:var(--group-{min(group, GROUPS)});" for i, group in enumerate(groups)
-    )
+    return "".join(f"--run-{i}:var(--group-{min(g, GROUPS)});" for i, g in enumerate(groups))
 
 
 def hatch_patterns() -> str:
