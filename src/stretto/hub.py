@@ -43,14 +43,10 @@ def require(what: str, error: type[StrettoError], remedy: str) -> None:
 
 
 @contextmanager
-def loading(
-    what: str, is_cached: bool, error: type[StrettoError], remedy: str = ""
-) -> Iterator[None]:
-    """Load from the hub, or if it does not answer from its cache, or else raise ``error``."""
+def loading() -> Iterator[None]:
+    """Load from the hub, or if it does not answer from its cache."""
     from huggingface_hub import constants
 
-    if not is_cached:
-        require(what, error, remedy)
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or bool(unreachable())
     try:

@@ -371,8 +371,9 @@ def explained(path: Path | str, what: str, *, fetches: bool = True) -> Iterator[
 
     from_hub: AbstractContextManager[None] = nullcontext()
     if fetches and isinstance(path, str) and not Path(path).is_dir():
-        is_cached = hub.is_cached("models", path)
-        from_hub = hub.loading(f"the model '{path}'", is_cached, ModelError, NOT_ON_HUB)
+        if not hub.is_cached("models", path):
+            hub.require(f"the model '{path}'", ModelError, NOT_ON_HUB)
+        from_hub = hub.loading()
     try:
         with from_hub:
             yield

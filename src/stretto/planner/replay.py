@@ -69,8 +69,6 @@ class Recording:
         trace = trace or run.trace.read()
         warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
-        # Earlier versions did not write the machine's file.
-        machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
         config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
         schedule = config.schedule
         metrics = [m for m in run.read_metrics() if m["step"]]  # step 0 is an evaluation
@@ -81,7 +79,7 @@ class Recording:
             for s in trace.spans
             if s.role == ENVIRONMENT and s.name == "step"
         }
-        return cls(config, rollouts, spans, machine, chunks, deltas, waits)
+        return cls(config, rollouts, spans, run.read_machine(), chunks, deltas, waits)
 
     @cached_property
     def costs(self) -> Calibration:

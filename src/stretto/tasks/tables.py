@@ -251,7 +251,7 @@ def _read_hub(config: TaskConfig | RowsConfig) -> Any:
 
     name, _, configuration = config.name.partition(":")
     try:
-        with hub.loading("", True, TaskError):
+        with hub.loading():
             return datasets.load_dataset(name, configuration or None, split=config.split)
     except Exception as error:  # the library raises whatever its network stack raises
         raise TaskError(
