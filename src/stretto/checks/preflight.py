@@ -41,8 +41,7 @@ def check_run(
     for controller in config.schedule.controllers.values():
         user_functions.check_member(controller, "schedule.controllers")
     gpus = usable_gpus()
-    runtime = config.runtime_kind
-    if runtime.has_processes and not runtime.several_machines:
+    if config.runtime_kind.has_processes and not config.runtime_kind.several_machines:
         from stretto.runtime.placement import places
 
         places(config, config.threads or usable_cores(), gpus)

@@ -60,8 +60,7 @@ def transcript(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Tran
 
 def turn_sizes(rollout: Rollout) -> list[dict[str, Any]]:
     """Return each turn's sampled tokens, its answer's tokens, and the seconds until the answer."""
-    sampled = rollout.sampled
-    sizes = list[dict[str, Any]]()
+    sampled, sizes = rollout.sampled, list[dict[str, Any]]()
     start = 0
     for end, answer in zip_longest(rollout.turns, answers(rollout)[: len(rollout.turns)]):
         context_end = end

@@ -45,8 +45,7 @@ class PlanSpec:
         return max(int(w.prompt_tokens.quantile(0.95, 0)), 1) + w.max_new_tokens
 
     def in_flight(self, schedule: ScheduleConfig) -> int:
-        w = self.workload
-        return schedule.most_in_flight(w.batch, w.samples_per_prompt)
+        return schedule.most_in_flight(self.workload.batch, self.workload.samples_per_prompt)
 
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)  # tokens of a learner's micro-batches

@@ -435,19 +435,17 @@ class RunMemory:
 
     def require(self, free: int, where: str) -> None:
         """Raise ConfigError if weights, gradients and optimizer states exceed ``free`` bytes."""
-        model = self.config.model
-        algorithm = self.config.algorithm
-        reward = self.config.reward
+        sections = self.config.model, self.config.algorithm, self.config.reward
         try:
-            plan = plan_for(model, algorithm, reward)
+            plan = plan_for(*sections)
         except ModelError:  # its files are not here, so it cannot be counted
             return
         if plan.mixed.total() > free:
             parts = ", ".join(f"{role} {format_size(size)}" for role, size in plan.mixed.items())
             raise ConfigError(
-                f"'{model.name}' takes {format_size(plan.mixed.total())} for weights, gradients "
-                f"and optimizer states ({parts}), and {where} has {format_size(free)} free. Choose "
-                f"{_remedies(model, algorithm, reward)}",
+                f"'{self.config.model.name}' takes {format_size(plan.mixed.total())} for weights, "
+                f"gradients and optimizer states ({parts}), and {where} has {format_size(free)} "
+                f"free. Choose {_remedies(*sections)}",
                 "memory-exceeded",
             )
 

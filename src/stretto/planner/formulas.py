@@ -231,8 +231,7 @@ def priced(cluster: Cluster) -> Cluster:
 
     def learner(role: LearnerRole) -> costs.TrainCost:
         actor, *critics = map(shape_of, role.models)
-        tokens = w.mean_tokens
-        passes = TrainingPasses(w.batch * tokens, tokens, role.epochs, role.updates)
+        passes = TrainingPasses(w.batch * w.mean_tokens, w.mean_tokens, role.epochs, role.updates)
         cost = train_cost((actor, *(c.valued() for c in critics)), mesh_of(role), on, passes)
         link = on.gpu.link_bytes_per_s * on.assumed.link
         return cost.model_copy(update={"publish_s": broadcast_bytes(actor) / link})

@@ -236,15 +236,14 @@ def prefills(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
 
 def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     """Yield decode steps of Stretto's own engine, sampling as a run does."""
-    rollout = model.config.rollout
     room = positions(model.model, generating=True) or 10**9
     for rows, context in sizes.decode:
         context = max(1, min(context, room - sizes.decoded))
         config = RolloutConfig(
             batch=rows,
             max_new_tokens=sizes.decoded,
-            temperature=rollout.temperature,
-            engine_args=rollout.known_args,
+            temperature=model.config.rollout.temperature,
+            engine_args=model.config.rollout.known_args,
         )
         engine = TorchEngine(model.model, EngineSettings(rollout=config, rows=rows))
         prompts = [Prompt(i, tuple(_ids(model, context, i).tolist()), "") for i in range(rows)]
@@ -396,13 +395,12 @@ class SyncPeer:
 
     def sync(self, count: int, routes: list[Route], version: int, repeats: int) -> float:
         """Send ``count`` tensors ``repeats`` times. Return the median seconds."""
-        device = self._device
         tensors = {
-            f"layer {i}": torch.full((TENSOR,), float(i), dtype=self._dtype, device=device)
+            f"layer {i}": torch.full((TENSOR,), float(i), dtype=self._dtype, device=self._device)
             for i in range(count)
         }
-        sender = WeightSender(device, BUCKET, 1)
-        receiver = WeightReceiver(tensors, device, BUCKET)
+        sender = WeightSender(self._device, BUCKET, 1)
+        receiver = WeightReceiver(tensors, self._device, BUCKET)
         ref = WeightsRef("actor", version, "", "broadcast")
         sender.put(ref, tensors)
         mark, route = sender.plan(ref).mark, routes[self._rank]

@@ -69,17 +69,18 @@ class Recording:
         trace = trace or run.trace.read()
         warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
+        # Earlier versions did not write the machine's file.
+        machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
         config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
-        schedule = config.schedule
         metrics = [m for m in run.read_metrics() if m["step"]]  # step 0 is an evaluation
         names = "chunk_tokens", "overcommit"
-        chunks, deltas = (_chosen(schedule, metrics, name) for name in names)
+        chunks, deltas = (_chosen(config.schedule, metrics, name) for name in names)
         waits = {
             (s.attributes["rollout"], s.attributes["turn"]): s.end_s - s.start_s
             for s in trace.spans
             if s.role == ENVIRONMENT and s.name == "step"
         }
-        return cls(config, rollouts, spans, run.read_machine(), chunks, deltas, waits)
+        return cls(config, rollouts, spans, machine, chunks, deltas, waits)
 
     @cached_property
     def costs(self) -> Calibration:
@@ -193,10 +194,9 @@ class Recording:
         ids, turns = sorted(turns_by_id), list[tuple[tuple[int, float, int], ...]]()
         for i in range(ids[-1] + 1):
             turns.append(turns_by_id[ids[bisect_left(ids, i)]])
-        config = self.config
         return Episodes(
-            max_turn_tokens=config.environment.max_turn_tokens,
-            rewarded=ENVIRONMENT in config.reward.sources,
+            max_turn_tokens=self.config.environment.max_turn_tokens,
+            rewarded=ENVIRONMENT in self.config.reward.sources,
             recorded=tuple(turns),
         )
 

@@ -230,14 +230,12 @@ class _SupervisedLoop(Generic[T]):
         run_dir: RunDirectory,
     ) -> Stats:
         """Train, record and save. Return the last metrics. ``measure`` reads held-out rows."""
-        config = self._config
-        progress = self._progress
-        total = self._total
+        config, total = self._config, self._total
         last: Stats = {}
         load.set_checkpointing(model, config.model)
-        with Recorder(config, run_dir, progress, total=total) as recorder:
+        with Recorder(config, run_dir, self._progress, total=total) as recorder:
             if self.held:
-                with progress.working("measuring the held-out rows"):
+                with self._progress.working("measuring the held-out rows"):
                     recorder.step(0, measure())
             since_s = time.perf_counter()
 

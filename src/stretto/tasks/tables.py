@@ -368,12 +368,9 @@ class TableTask(Task):
     def row(self, index: int) -> TaskRow:
         """Return the row at an index of the data, with the renamed columns of ``columns``, too."""
         row = self._rows[index]
-        answer_column = self._answer_column
-        demonstration_column = self._shown_column
-        reference = str(plain(cell_of(row, answer_column))) if answer_column else None
-        demonstration = (
-            as_demonstration(cell_of(row, demonstration_column)) if demonstration_column else None
-        )
+        answer, shown = self._answer_column, self._shown_column
+        reference = str(plain(cell_of(row, answer))) if answer else None
+        demonstration = as_demonstration(cell_of(row, shown)) if shown else None
         aliases = {name: cell_of(row, column) for name, column in self._renamed.items() if column}
         data = plain({**row, **aliases}, finite=False)
         return TaskRow(
@@ -405,8 +402,7 @@ class TableTask(Task):
             return 0.0
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
-        extraction = self._config.extract
-        return extract(response, extraction), extraction != "full"
+        return extract(response, self._config.extract), self._config.extract != "full"
 
     def _answer(self, row: Row) -> str:
         answer = plain(cell_of(row, self._answer_column))
