@@ -223,9 +223,7 @@ def _put(scratch: Path, target: Path) -> None:
     if not target.exists():
         scratch.rename(target)
         return
-    swap = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(scratch), os.fsencode(target)
-    if swap and swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+    if _exchange(scratch, target):
         return
     former = target.with_name(f"{target.name}.former")
     shutil.rmtree(former, ignore_errors=True)
@@ -236,3 +234,9 @@ def _put(scratch: Path, target: Path) -> None:
         former.rename(target)
         raise
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(a), os.fsencode(b)
+    return bool(swap and swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
