@@ -568,7 +568,7 @@ def test_gradient_clipping_scales_to_the_norm_and_reports_it() -> None:
         trained = TrainedModel(linear, LearningRate(0.1, 5), TrainingConfig(grad_clip=clip))
         linear(torch.tensor([[3.0, 4.0]])).sum().backward()
         assert trained.update() == pytest.approx(5.0)
-        moment = trained.state_dict()["optimizer"]["state"][0]["exp_avg"]
+        moment = trained.state_dict()["moments"]["weight"]["exp_avg"]
         expected = 0.1 * factor * torch.tensor([[3.0, 4.0]])
         torch.testing.assert_close(moment, expected, rtol=1e-5, atol=0)
 

@@ -42,12 +42,12 @@ def test_updates_are_the_same_and_states_outlast_that_they_are_put_away(dtype: t
     tensors = 3 if dtype == torch.bfloat16 else 2  # moments, and the master if it is another
     assert held_bytes(offloaded.of_updates()) == tensors * 4 * elements
     state, expected = offloaded.state_dict(), plain.state_dict()
-    before = copy.deepcopy(state["optimizer"]["state"])
+    before = copy.deepcopy(state["moments"])
     moments.offload()  # while somebody may be writing them
-    for number, held in state["optimizer"]["state"].items():
+    for name, held in state["moments"].items():
         for key, value in held.items():
-            assert value.equal(before[number][key])
-            assert value.equal(expected["optimizer"]["state"][number][key])
+            assert value.equal(before[name][key])
+            assert value.equal(expected["moments"][name][key])
     for name, master in state["masters"].items():
         assert master.equal(expected["masters"][name])
     moments.wait()

@@ -75,7 +75,8 @@ def written(folder: Path, whole: torch.Tensor = WHOLE) -> Path:
         moments = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second}
         own = {
             "masters": {"w": master},
-            "optimizer": {"state": {0: moments}, "param_groups": [{"lr": 0.1}]},
+            "moments": {"w": moments},
+            "optimizer": {"lr": 0.1},
             "schedule": {"last_epoch": 7},
         }
         state = {"models": {"actor": own}, "version": 3}
@@ -120,7 +121,7 @@ def test_any_part_is_put_together(box: Any, dtype: torch.dtype, tmp_path: Path) 
     part = state["models"]["actor"]["masters"]["w"].read(box)
     assert part.dtype == dtype
     assert part.equal(whole[a:b, c:d])
-    moments = in_memory(state)["models"]["actor"]["optimizer"]["state"][0]
+    moments = in_memory(state)["models"]["actor"]["moments"]["w"]
     assert moments["exp_avg_sq"].equal(whole + 10)
     assert moments["step"].item() == 7
 
@@ -182,11 +183,7 @@ def test_files_of_different_writings_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         for rank, ((a, b), (c, d)) in enumerate(boxes):
             piece = TensorShard(WHOLE[a:b, c:d], (3, 4), ((a, b), (c, d)))
-            own = {
-                "masters": {"w": piece},
-                "optimizer": {"state": {}, "param_groups": []},
-                "schedule": {},
-            }
+            own = {"masters": {"w": piece}, "moments": {}, "optimizer": {}, "schedule": {}}
             write(tmp_path / folder / file_name(rank, 4), packed({"models": {"m": own}}, rank, 4))
     (tmp_path / "b" / file_name(0, 4)).replace(tmp_path / "a" / file_name(0, 4))
     with raises(StateError, "missing-pieces", 8, "m/masters/w", (3, 4)):

@@ -5,7 +5,7 @@ All states have the form of torch's AdamW: float32 moments shaped like the param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,36 +55,44 @@ def decaying_names(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state in the form of torch's AdamW. Tensors may share memory."""
-    state_dict: dict[str, Any] = optimizer.state_dict()
-    if isinstance(optimizer, torch.optim.AdamW):
-        return state_dict
-    state = {}
-    for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
+def optimizer_state(
+    optimizer: Any, names: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return AdamW's moments and steps, by name of the parameter, and the settings. Tensors may
+    share memory.
+    """
+    (group,) = optimizer.param_groups
+    moments = {}
+    for name, parameter in zip(names, group["params"], strict=True):
         if entry := optimizer.state.get(parameter):
-            moments = {name: _unpacked(entry, end) for name, end in MOMENTS.items()}
-            state[i] = {"step": float(entry["step"]), **moments}
-    return {"state": state, "param_groups": state_dict["param_groups"]}
+            moments[name] = dict(entry)
+            if not isinstance(optimizer, torch.optim.AdamW):
+                moments[name] = {key: _unpacked(entry, end) for key, end in MOMENTS.items()}
+                moments[name]["step"] = float(entry["step"])
+    return moments, {key: value for key, value in group.items() if key != "params"}
 
 
 @torch.no_grad()
-def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
+def load_optimizer_state(
+    optimizer: Any, names: Sequence[str], moments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Restore a state of :func:`optimizer_state`, even one of another kind of optimizer."""
+    (group,) = optimizer.param_groups
+    numbers = {i: moments[name] for i, name in enumerate(names) if name in moments}
     if isinstance(optimizer, torch.optim.AdamW):
-        optimizer.load_state_dict(state)
+        saved_group = {**settings, "params": list(range(len(names)))}
+        optimizer.load_state_dict({"state": numbers, "param_groups": [saved_group]})
         optimizer.param_groups[0]["weight_decay"] = 0.0  # older checkpoints have the setting here
         return
-    (group,), (saved_group,) = optimizer.param_groups, state["param_groups"]
     exempt = {"params", "weight_decay"}
-    group.update({k: v for k, v in saved_group.items() if k in group and k not in exempt})
-    for i, moments in state["state"].items():
+    group.update({k: v for k, v in settings.items() if k in group and k not in exempt})
+    for i, entries in numbers.items():
         parameter = group["params"][i]
         optimizer.init_state(group, parameter, 0, i)
         entry = optimizer.state[parameter]
-        entry["step"] = int(moments["step"])
+        entry["step"] = int(entries["step"])
         for name, end in MOMENTS.items():
-            _pack(entry, end, moments[name])
+            _pack(entry, end, entries[name])
 
 
 def _unpacked(entry: Any, end: str) -> torch.Tensor:

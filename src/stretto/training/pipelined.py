@@ -39,7 +39,7 @@ from stretto.pipelines.solve import SEEDS, solve
 from stretto.training.backprop import divided
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.shard_files import in_memory
-from stretto.training.stage_trainer import Names, StageTrainer, stage_state, whole_state
+from stretto.training.stage_trainer import BY_NAME, Names, StageTrainer, renamed
 from stretto.training.trained import (
     LearningRate,
     Snapshots,
@@ -114,11 +114,14 @@ class StagedModel(Trained):
         self._behind = False
 
     def state_dict(self) -> dict[str, Any]:
-        return whole_state(self._of_stages(StageTrainer.state), [*self._weights])
+        stages = [renamed(state, names) for names, state in self._of_stages(StageTrainer.state)]
+        merged = {part: {n: v for s in stages for n, v in s[part].items()} for part in BY_NAME}
+        in_order = {name: name for name in self._weights}
+        return renamed({**stages[0], **merged}, in_order)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        order = [*self._weights]
-        parts = ((self._name, in_memory(stage_state(state, order, n))) for n in self._names)
+        own_names = ({full: local for local, full in names.items()} for names in self._names)
+        parts = ((self._name, in_memory(renamed(state, names))) for names in own_names)
         self._lr = float(self._ranks.call_each(StageTrainer.load, parts)[0])
         self._behind = True
         self.fetch()

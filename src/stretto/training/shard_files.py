@@ -63,14 +63,14 @@ def packed(
     """Return a learner's state and weights in the form that :func:`write` takes. Shares memory."""
     models, tensors = {}, dict[str, Tensor | TensorShard]()
     for model, model_state in state["models"].items():
-        moments, names = model_state["optimizer"]["state"], [*model_state["masters"]]
-        tensors |= {f"{model}/{_MASTERS}/{name}": model_state["masters"][name] for name in names}
+        masters, moments = model_state["masters"], model_state["moments"]
+        tensors |= {f"{model}/{_MASTERS}/{name}": master for name, master in masters.items()}
         for key in _MOMENTS:
-            tensors |= {f"{model}/{key}/{names[i]}": entry[key] for i, entry in moments.items()}
+            tensors |= {f"{model}/{key}/{name}": entry[key] for name, entry in moments.items()}
         models[model] = {
-            "names": names,
-            "steps": {names[i]: float(entry[STEP]) for i, entry in moments.items()},
-            "groups": model_state["optimizer"]["param_groups"],
+            "names": [*masters],
+            "steps": {name: float(entry[STEP]) for name, entry in moments.items()},
+            "groups": [model_state["optimizer"]],
             "schedule": model_state["schedule"],
         }
     for (model, version), entry in published.items():
@@ -193,14 +193,13 @@ def _opened(file: Path) -> tuple[Any, Any]:
 
 def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Any:
     """Return a model's part of the state, as it was passed to :func:`packed`."""
-    names, steps = about["names"], about["steps"]
     moments = {
-        i: {STEP: torch.tensor(steps[n])} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}
-        for i, n in enumerate(names)
-        if n in steps
+        n: {STEP: torch.tensor(step)} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}
+        for n, step in about["steps"].items()
     }
     return {
-        "masters": {name: tensors[f"{model}/{_MASTERS}/{name}"] for name in names},
-        "optimizer": {"state": moments, "param_groups": about["groups"]},
+        "masters": {name: tensors[f"{model}/{_MASTERS}/{name}"] for name in about["names"]},
+        "moments": moments,
+        "optimizer": about["groups"][0],
         "schedule": about["schedule"],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from stretto.pipelines.problem import Problem
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
+
+BY_NAME = ("masters", "moments")
+"""Parts of a model's state that are by names of parameters."""
 
 Names = Mapping[str, str]
 """Maps a stage's names of trained parameters, in order, to their names in the full model."""
@@ -134,38 +137,10 @@ class StageTrainer:
         return in_memory(get(self._trained[name])) if pipeline == 0 else None
 
 
-def whole_state(
-    states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
-) -> dict[str, Any]:
-    """Merge the stages' states into that of the full model, with its parameters in ``order``."""
-    masters: dict[str, Tensor] = {}
-    moments: dict[str, Any] = {}
-    last: Mapping[str, Any] = {}
-    for names, last in states:
-        masters |= {name: last["masters"][local_name] for local_name, name in names.items()}
-        full_names = [*names.values()]
-        moments |= {full_names[i]: entry for i, entry in last["optimizer"]["state"].items()}
-    return _state(last, {name: masters[name] for name in order}, order, moments)
-
-
-def stage_state(state: Mapping[str, Any], order: Sequence[str], names: Names) -> dict[str, Any]:
-    masters = {local_name: state["masters"][name] for local_name, name in names.items()}
-    moments = {order[i]: entry for i, entry in state["optimizer"]["state"].items()}
-    return _state(state, masters, [*names.values()], moments)
-
-
-def _state(
-    like: Mapping[str, Any],
-    masters: Mapping[str, Tensor],
-    order: Sequence[str],
-    moments: Mapping[str, Any],
-) -> dict[str, Any]:
-    (group,) = like["optimizer"]["param_groups"]
-    return {
-        "masters": masters,
-        "optimizer": {
-            "state": {i: moments[name] for i, name in enumerate(order) if name in moments},
-            "param_groups": [{**group, "params": list(range(len(order)))}],
-        },
-        "schedule": like["schedule"],
+def renamed(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return a model's state with other names of parameters, and without those not named."""
+    parts = {
+        part: {new: state[part][old] for old, new in names.items() if old in state[part]}
+        for part in BY_NAME
     }
+    return {**state, **parts}

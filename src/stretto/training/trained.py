@@ -424,9 +424,11 @@ class TrainedModel(Trained):
 
     def state_dict(self) -> dict[str, Any]:
         named_masters = zip(self._names, self._masters, strict=True)
+        moments, settings = optimizer_state(self._optimizer, self._names)
         return {
             "masters": {name: self._for_files(name, m.detach()) for name, m in named_masters},
-            "optimizer": self._with_moments(optimizer_state(self._optimizer), self._for_files),
+            "moments": _converted(moments, self._for_files),
+            "optimizer": settings,
             "schedule": self._schedule.state_dict(),
         }
 
@@ -434,25 +436,22 @@ class TrainedModel(Trained):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(self._from_files(name, state["masters"][name]))
-        optimizer = self._with_moments(state["optimizer"], self._from_files)
-        load_optimizer_state(self._optimizer, optimizer)
+        moments = _converted(state["moments"], self._from_files)
+        load_optimizer_state(self._optimizer, self._names, moments, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self._copy_back()
-
-    def _with_moments(
-        self, optimizer: Mapping[str, Any], change: Callable[[str, Any], Any]
-    ) -> dict[str, Any]:
-        """Apply ``change`` to AdamW's moments, which are tensors like the named parameter."""
-        moments = {
-            number: {
-                k: v if k == STEP else change(self._names[number], v) for k, v in entry.items()
-            }
-            for number, entry in optimizer["state"].items()
-        }
-        return {**optimizer, "state": moments}
 
     def _for_files(self, name: str, tensor: Tensor) -> Tensor | TensorShard:
         return tensor.detach()
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
         return value.read() if isinstance(value, Stored) else value
+
+
+def _converted(
+    moments: Mapping[str, Mapping[str, Any]], convert: Callable[[str, Any], Any]
+) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: v if key == STEP else convert(name, v) for key, v in entry.items()}
+        for name, entry in moments.items()
+    }
