@@ -458,7 +458,7 @@ def test_slots_are_allocated_as_rollouts_come() -> None:
     for r in made:
         e.admit(told([r]))
         take(e.decode(1).chunks, by_id)
-        allocated.append(len(e._cache._keys[0]))
+        allocated.append(len(e._slots.cache._keys[0]))
     assert allocated == [1, 2, 3, 4, 6, 6, 6]
     assert_answers(finish(e, made))
 
@@ -771,7 +771,7 @@ def test_no_response_begins_on_a_reused_prompt() -> None:
         e.admit(told([r]))
         take(e.decode(2).chunks, by_id)
     assert [len(r) for r in made] == [4, 0, 0, 0]
-    assert [row.cached for row in e._rows] == [len(PROMPTS[2]) + 3, 16]
+    assert [row.cached for row in e._slots.rows] == [len(PROMPTS[2]) + 3, 16]
     m.load_state_dict(new.state_dict())
     e.load(weights_of(new, 1, copied=False))
     e.admit(told(made[2:]))
@@ -837,12 +837,12 @@ def test_slots_and_lengths_are_reserved_once_where_graphs_hold_their_addresses(
     made = rollouts(prompts)
     e.admit(told(made[:2]))
     first = e.decode(2).chunks
-    place = e._cache._keys[0].data_ptr()
+    place = e._slots.cache._keys[0].data_ptr()
     e.admit(told(made[2:]))  # more rows, and longer ones
     take(first, {r.id: r for r in made})
     finish(e, made)
     assert [r.tokens for r in made] == [r.tokens for r in plain]
-    assert e._cache._keys[0].data_ptr() == place
+    assert e._slots.cache._keys[0].data_ptr() == place
     # Rows of 2, 7 (all slots), 4 and 1 at a time; up to 256 positions, then up to all.
     assert backend.captures <= 2 * 4
     assert e.graphed_steps == backend.replays > 0

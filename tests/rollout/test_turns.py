@@ -190,7 +190,7 @@ def test_a_thousand_that_wait_keep_no_more_than_the_slots_could_hold() -> None:
 
     def waits(e: Any, ids: list[int]) -> None:
         rows = list(e._parked.values())
-        capacity = e._slots * e._cache.capacity
+        capacity = e._slots.most * e._slots.cache.capacity
         had = [row for row in rows if row.kv]
         assert sum(row.cached for row in had) <= capacity
         assert rows[len(rows) - len(had) :] == had  # the youngest
@@ -209,7 +209,7 @@ def test_a_thousand_that_wait_keep_no_more_than_the_slots_could_hold() -> None:
 
 def outside(e: TorchEngine) -> list[int]:
     """Tokens with keys and values of each row that has them outside the slots."""
-    return [row.cached for row in (*e._parked.values(), *e._waiting) if row.kv]
+    return [row.cached for row in (*e._parked.values(), *e._slots.waiting) if row.kv]
 
 
 def test_answered_rows_that_wait_for_a_slot_count_as_parked_ones() -> None:
@@ -226,7 +226,7 @@ def test_answered_rows_that_wait_for_a_slot_count_as_parked_ones() -> None:
             if chunk.finish is FinishReason.TURN and answer(r):
                 e.admit(told([r]))
         most = max(most, sum(outside(e)))
-        assert e._slots * e._cache.capacity == 2 * 64
+        assert e._slots.most * e._slots.cache.capacity == 2 * 64
     assert 64 < most <= 128
 
 

@@ -96,6 +96,33 @@ class ProposalLength:
             self._verified += 1 - self._verified / TRIED
 
 
+class Speculation:
+    """Proposes tokens for an engine's rows, while few rows decode.
+
+    Attributes:
+        counts: as :attr:`~stretto.rollout.base.Engine.speculated`.
+    """
+
+    def __init__(self, proposer: Proposer, config: RolloutConfig) -> None:
+        self._length = ProposalLength(config.speculative_tokens, proposer.cost)
+        self._most_rows = config.speculative_rows
+        self._proposer = proposer
+        self.ended = proposer.ended
+        self.counts = dict.fromkeys(("eligible", "proposed", "accepted"), 0)
+
+    def propose(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
+        """Propose tokens for each row, or none."""
+        if len(rows) <= self._most_rows:
+            self.counts["eligible"] += len(rows)
+            if count := self._length.next(len(rows)):
+                return self._proposer.propose(rows, count)
+        return [()] * len(rows)
+
+    def verified(self, accepted: int, *, rejected: bool) -> None:
+        self.counts["accepted"] += accepted
+        self._length.verified(accepted, rejected=rejected)
+
+
 Ends = dict[tuple[int, ...], tuple[Sequence[int], int]]
 """Last occurrence of n-grams: a text, and the index of the next token."""
 

@@ -2,12 +2,10 @@
 
 Shapes: n rows, K key positions read, V vocabulary.
 
-A rollout waits for a slot, is prefilled within a budget, and then gets one token per decode step
-with all other rows until it ends and frees its slot. A row's newest token is never in the cache:
-the step that samples its successor writes it. So prefill needs no logits, and prompts, carried
-responses and new weights are handled alike. A parked row (its turn has ended) has its KV cache
-copied out of the slot, and into a slot again when it continues. Until then no other row shares its
-prompt.
+A rollout waits for a slot, is prefilled within a budget (:mod:`stretto.rollout.slots`), and then
+gets one token per decode step with all other rows until it ends and frees its slot. A parked row
+(its turn has ended) has its KV cache copied out of the slot, and into a slot again when it
+continues. Until then no other row shares its prompt.
 
 When few rows are left, a step may also read proposed tokens of a row and accept those that are
 correct (:mod:`stretto.rollout.drafts`).
@@ -16,17 +14,13 @@ correct (:mod:`stretto.rollout.drafts`).
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
 from torch import nn
 
 from stretto.config.capabilities import ENGINES
-from stretto.errors import EngineError
 from stretto.models.backend import backend_of
 from stretto.models.cached import RowCache, SlotCache
 from stretto.models.devices import PackedLinears
@@ -34,9 +28,10 @@ from stretto.models.forward import backbone, plain_states, positions, unwrapped
 from stretto.models.lora import FusedAdapters
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
-from stretto.rollout.base import CPU, Engine, EngineSettings, Row
-from stretto.rollout.drafts import DraftModel, PromptLookup, ProposalLength, Proposer
+from stretto.rollout.base import CPU, Engine, EngineSettings
+from stretto.rollout.drafts import DraftModel, PromptLookup, Proposer, Speculation
 from stretto.rollout.sampling import stream_seed
+from stretto.rollout.slots import SlotRow, Slots
 from stretto.rollout.steps import (
     GraphedDecode,
     ModelPass,
@@ -63,30 +58,6 @@ COPIED = 64 << 20
 """Bytes copied to measure the bandwidth to the host."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class SlotRow(Row):
-    """A rollout whose first ``cached`` tokens have a KV cache.
-
-    Attributes:
-        cache_version: weights version that started its cache (older if carried over).
-        kv: its cache while it has no slot, because it is waiting or parked.
-    """
-
-    seed: int
-    cache_version: int
-    cached: int = 0
-    kv: RowCache | None = None
-
-    @property
-    def ready(self) -> bool:
-        return self.cached == len(self.tokens) - 1
-
-    def void(self, version: int) -> None:
-        self.cached = 0
-        self.kv = None
-        self.cache_version = version
-
-
 class TorchEngine(Engine):
     """An engine that generates with a transformers model in this process.
 
@@ -106,28 +77,24 @@ class TorchEngine(Engine):
         super().__init__(settings, positions(model, generating=True))
         self.model = model
         config = settings.rollout
-        self._slots = settings.slots
         self._probe: ModelPass | None = None
-        if self._slots < 1:
-            raise EngineError(f"an engine needs a slot at least; slots = {self._slots}", "no-slots")
         self.device = next(model.parameters()).device
         self._sliced = slices_of(model)[0] is not None
-        self._cache = SlotCache(0)
-        self._pass, self._steps = decoder(model, self._cache, config)
+        self._pass, self._steps = decoder(model, SlotCache(0), config)
+        # Growth of the cache would drop all graphs, and needs memory for both caches.
         self._graphed = isinstance(self._steps, GraphedDecode)
+        self._slots = Slots(self._pass, settings, fixed=self._graphed)
         backend = backend_of(self.device)
         self._most_unread = backend.steps_unread
         self._adapters = FusedAdapters(model, on=backend.fuses_adapters and not self._sliced)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
-        self._proposer: Proposer | None = None
+        self._speculation: Speculation | None = None
         if config.speculative_tokens:
-            self._proposer = PromptLookup(config.samples_per_prompt)
+            proposer: Proposer = PromptLookup(config.samples_per_prompt)
             if settings.draft is not None:
-                self._proposer = DraftModel(settings.draft, model, config, settings.longest)
-            self._length = ProposalLength(config.speculative_tokens, self._proposer.cost)
-            self.speculated = dict.fromkeys(("eligible", "proposed", "accepted"), 0)
-        self._waiting: deque[SlotRow] = deque()
-        self._rows: list[SlotRow] = []  # a row's index is its slot
+                proposer = DraftModel(settings.draft, model, config, settings.longest)
+            self._speculation = Speculation(proposer, config)
+            self.speculated = self._speculation.counts
 
     @classmethod
     def open(cls, model: nn.Module, settings: EngineSettings) -> Engine:
@@ -138,13 +105,10 @@ class TorchEngine(Engine):
         load_weights(self.model, weights, tensors, "the engine")
         self.version = weights.version
         self._packed.invalidate()
-        rows = [*self._rows, *self._waiting]
-        for row in (*rows, *self._parked.values()):
+        for row in (*self._held.values(), *self._parked.values()):
             self._renew(row)
-        if not any(row.cached for row in rows):
-            # In the order of admission to another engine, for example in a resumed run, so that the
-            # same rows are prefilled together and results are bitwise equal.
-            self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
+        if not any(row.cached for row in self._held.values()):
+            self._slots.requeue()
 
     @torch.inference_mode()
     def hold(self, rollout_ids: Iterable[int], how: Hold) -> None:
@@ -156,7 +120,7 @@ class TorchEngine(Engine):
                 row.void(self.version)
             elif row.kv:
                 row.kv = row.kv.to(self.device if how == "keep" else CPU)
-        self._bound_kept()
+        self._slots.bound_kept(self._parked.values(), self.version)
 
     @torch.inference_mode()
     def logprobs(self, sequences: IntArray) -> FloatArray:
@@ -204,9 +168,9 @@ class TorchEngine(Engine):
     def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
         super()._add(r, transfer)
         if r.id in self._held:
-            self._waiting.append(self._held[r.id])
+            self._slots.waiting.append(self._held[r.id])
         if transfer and transfer.cache is not None:
-            self._bound_kept()
+            self._slots.bound_kept(self._parked.values(), self.version)
 
     @torch.inference_mode()
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
@@ -214,10 +178,10 @@ class TorchEngine(Engine):
         try:
             with self._packed, self._adapters:
                 while steps < max_tokens and not 0 < stop_after <= self._finished:
-                    self._fill_slots()
-                    if not self._rows:
+                    self._slots.fill()
+                    if not self._slots.rows:
                         break
-                    self._prefill()
+                    self.prefilled_tokens += self._slots.prefill(self.version)
                     count = self._steps_unread(max_tokens - steps)
                     remaining = stop_after and stop_after - self._finished
                     steps += self._take_unread(count, remaining) if count > 1 else self._step()
@@ -228,10 +192,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def _drop(self) -> None:
-        self._waiting = deque(row for row in self._waiting if row.id in self._held)
-        for slot in reversed(range(len(self._rows))):
-            if self._rows[slot].id not in self._held:
-                self._vacate(slot)
+        self._slots.drop_except(self._held)
 
     @torch.inference_mode()
     def _read_prompt(self, tokens: int) -> None:
@@ -256,65 +217,17 @@ class TorchEngine(Engine):
     def _transfer_of(self, row: SlotRow, with_cache: bool) -> KVTransfer:
         if not with_cache or not row.cached:
             return KVTransfer(row.id)
-        cache = row.kv
-        if row in self._rows:
-            cache = self._cache.take(self._rows.index(row), row.cached, row.cache_version)
-        return KVTransfer(row.id, cache, row.cached)
-
-    def _fill_slots(self) -> None:
-        coming = min(len(self._waiting), self._slots - len(self._rows))
-        if not coming:
-            return
-        slots = len(self._rows) + coming
-        rows = islice(self._waiting, coming)
-        tokens = max(len(row.prompt) + row.sampling.max_new_tokens for row in rows)
-        if self._graphed:  # growth would drop all graphs, and needs memory for both caches
-            slots, tokens = self._slots, max(tokens, self.settings.longest)
-        self._cache.hold(slots, self._slots)
-        self._cache.reserve(tokens)
-        for _ in range(coming):
-            row = self._waiting.popleft()
-            if row.kv:
-                self._cache.put(len(self._rows), row.kv, self.device)
-                row.kv = None
-            self._rows.append(row)
-
-    def _prefill(self) -> None:
-        room = budget = self._config.prefill_tokens
-        while room > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
-            slots = pick_prefill(self._rows, pending, room, self.version)
-            rows = [self._rows[slot] for slot in slots]
-            missing = [row.tokens[row.cached : -1] for row in rows]
-            width = max(map(len, missing), default=room)
-            if room < budget and width > room:
-                return  # a pass after the first must prefill rows completely
-            if rows:
-                parts = [tokens[:room] for tokens in missing]
-                self._pass.prefill(slots, [row.cached for row in rows], parts)
-                for row, part in zip(rows, parts, strict=True):
-                    row.cached += len(part)
-                    self.prefilled_tokens += len(part)
-            self._copy_shared_prompts(pending)
-            room -= width * max(len(rows), 1)
-
-    def _copy_shared_prompts(self, pending: Sequence[int]) -> None:
-        slot_by_prompt = {
-            row.prompt: slot
-            for slot, row in enumerate(self._rows)
-            if row.cached >= len(row.prompt) - 1 and row.cache_version == self.version
-        }
-        for slot in pending:
-            row = self._rows[slot]
-            if row.cached == 0 and row.prompt in slot_by_prompt:
-                row.cached = len(row.prompt) - 1
-                self._cache.copy_row(slot_by_prompt[row.prompt], slot, row.cached)
+        return KVTransfer(row.id, self._slots.kv_of(row), row.cached)
 
     def _step(self) -> int:
-        rows, ready = self._rows, [row.ready for row in self._rows]
+        rows = self._slots.rows
+        ready = [row.ready for row in rows]
         if not any(ready):
             return 0
         same_sampling = all(row.sampling.like(self._sampling) for row in rows)
-        proposals = self._proposed() if same_sampling else [()] * len(rows)
+        proposals: Sequence[Sequence[int]] = [()] * len(rows)
+        if self._speculation and same_sampling and all(ready):
+            proposals = self._speculation.propose(rows)
         inputs = self._inputs(proposals)
         ends = (row.cached + len(p) for row, p in zip(rows, proposals, strict=True) if row.ready)
         read = max(ends) + 1
@@ -343,9 +256,9 @@ class TorchEngine(Engine):
                 if chunk or token != proposal:
                     break
                 accepted += 1
-            if proposals[slot]:
-                self.speculated["accepted"] += accepted
-                self._length.verified(accepted, rejected=proposal is not None and token != proposal)
+            if self._speculation and proposals[slot]:
+                rejected = proposal is not None and token != proposal
+                self._speculation.verified(accepted, rejected=rejected)
             if chunk:
                 last_chunks[row.id] = chunk
         self._leave(last_chunks)
@@ -358,8 +271,10 @@ class TorchEngine(Engine):
         strings, for proposals, and for rows with different sampling. At most the tokens left to any
         row, because its slot has no more room.
         """
-        rows, stop = self._rows, self.settings.stop
-        if self._most_unread == 1 or self._waiting or self._proposer or (stop and stop.strings):
+        rows, stop = self._slots.rows, self.settings.stop
+        if self._most_unread == 1 or self._slots.waiting or (stop and stop.strings):
+            return 1
+        if self._speculation:
             return 1
         for row in rows:
             sampling = row.sampling
@@ -373,7 +288,7 @@ class TorchEngine(Engine):
         Drops tokens after the end of their row, and after the step in which ``stop_after`` rollouts
         have finished, so that the result is as if each step were read.
         """
-        rows = list(self._rows)
+        rows = list(self._slots.rows)
         inputs, read = self._inputs([()] * len(rows)), max(row.cached for row in rows) + 1
         replays = self.graphed_steps or 0
         tokens, logprobs = (x.tolist() for x in decode_several(self._steps, inputs, read, count))
@@ -389,7 +304,7 @@ class TorchEngine(Engine):
         slots = {row.id: slot for slot, row in enumerate(rows)}
         for length in sorted(set(lengths)):
             last_chunks = {}
-            for row in reversed(self._rows):
+            for row in reversed(self._slots.rows):
                 slot = slots[row.id]
                 if lengths[slot] == length:
                     row.tokens += tokens[slot][: length - 1]
@@ -404,31 +319,21 @@ class TorchEngine(Engine):
 
     def _leave(self, last_chunks: Mapping[int, Chunk]) -> None:
         """Free the slots of rows that ended in a step, or whose turn ended."""
-        for slot in reversed(range(len(self._rows))):  # a vacated slot takes the last row
-            row = self._rows[slot]
+        for slot in reversed(range(len(self._slots.rows))):  # a vacated slot takes the last row
+            row = self._slots.rows[slot]
             if not (chunk := last_chunks.get(row.id)):
                 continue
             if chunk.finish is FinishReason.TURN:
-                self._park(slot)
-            elif self._proposer:
-                self._proposer.ended(row)
-            self._vacate(slot)
+                self._park(row)
+            elif self._speculation:
+                self._speculation.ended(row)
+            self._slots.vacate(slot)
         self._done += sorted(last_chunks.values(), key=lambda chunk: chunk.rollout_id)
         if any(chunk.finish is FinishReason.TURN for chunk in last_chunks.values()):
-            self._bound_kept()
-
-    def _proposed(self) -> Sequence[Sequence[int]]:
-        """Propose tokens for each row, but none while many rows decode or some need prefill."""
-        rows, config = self._rows, self._config
-        few_rows = len(rows) <= config.speculative_rows and all(row.ready for row in rows)
-        if self._proposer and few_rows:
-            self.speculated["eligible"] += len(rows)
-            if count := self._length.next(len(rows)):
-                return self._proposer.propose(rows, count)
-        return [()] * len(rows)
+            self._slots.bound_kept(self._parked.values(), self.version)
 
     def _inputs(self, proposals: Sequence[Sequence[int]]) -> StepInputs:
-        width, idle = max(map(len, proposals)), self._cache.capacity
+        width, idle = max(map(len, proposals)), self._slots.cache.capacity
         if width:
             if self._graphed:  # graphs have a fixed width
                 width = self._config.speculative_tokens
@@ -437,7 +342,7 @@ class TorchEngine(Engine):
         positions = []
         seeds = []
         draws = []
-        for row, tokens in zip(self._rows, proposals, strict=True):
+        for row, tokens in zip(self._slots.rows, proposals, strict=True):
             padding, first = width - len(tokens), row.cached if row.ready else idle
             ids.append([row.tokens[-1], *tokens] + [0] * padding)
             positions.append([*range(first, first + len(tokens) + 1)] + [idle] * padding)
@@ -445,69 +350,10 @@ class TorchEngine(Engine):
             draws.append([*range(row.generated, row.generated + width + 1)])
         return StepInputs(*torch.tensor((ids, positions, seeds, draws), device=self.device))
 
-    def _park(self, slot: int) -> None:
-        row = self._rows[slot]
+    def _park(self, row: SlotRow) -> None:
         try:
-            row.kv = self._cache.take(slot, row.cached, row.cache_version)
+            row.kv = self._slots.kv_of(row)
         except torch.OutOfMemoryError:
             if self._sliced:  # other ranks may have memory, and all must prefill the same
                 raise
             row.void(self.version)
-
-    def _bound_kept(self) -> None:
-        """Drop KV caches outside the slots beyond the slots' tokens, on the device and on the host.
-
-        Drops those of rows waiting for a slot first, from the end of the queue, then of the longest
-        parked rows. So an engine needs at most twice the memory of its slots on the device, and as
-        much as the slots on the host, however many episodes wait.
-        """
-        cached_rows = [r for r in (*reversed(self._waiting), *self._parked.values()) if r.kv]
-        longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in cached_rows), default=0)
-        room = self._slots * max(self._cache.capacity, longest)  # slots grow for incoming rows
-        for on_device in (True, False):
-            rows = [r for r in cached_rows if r.kv and (r.kv.device == self.device) is on_device]
-            excess = sum(row.cached for row in rows) - room
-            for row in rows:
-                if excess <= 0:
-                    break
-                excess -= row.cached
-                row.void(self.version)
-
-    def _vacate(self, slot: int) -> None:
-        last = self._rows.pop()
-        if slot < len(self._rows):
-            self._rows[slot] = last
-            self._cache.copy_row(len(self._rows), slot, last.cached)
-
-
-def pick_prefill(
-    rows: Sequence[SlotRow], pending: Sequence[int], budget: int, version: int
-) -> list[int]:
-    """Pick slots for one prefill pass, longest first, with padded width times rows in the budget.
-
-    - No row is padded to more than twice its length, because a second pass costs less.
-    - New and continued rows do not mix, because new ones need no mask.
-    - Of rows with the same prompt, all but the first wait until it is prefilled under the current
-      weights.
-    """
-    slots: list[int] = []
-    prompts = {
-        row.prompt
-        for row in rows
-        if row.cached and len(row.prompt) > 1 and row.cache_version == version
-    }
-    width = 0
-    lengths = {slot: len(rows[slot].tokens) - 1 - rows[slot].cached for slot in pending}
-    for slot in sorted(pending, key=lambda s: -lengths[s]):
-        row = rows[slot]
-        if row.cached == 0 and row.prompt in prompts:
-            continue
-        width = width or min(lengths[slot], budget)
-        if slots and ((len(slots) + 1) * width > budget or 2 * lengths[slot] < width):
-            break
-        if slots and (row.cached == 0) != (rows[slots[0]].cached == 0):
-            continue
-        if row.cached == 0 and len(row.prompt) > 1:
-            prompts.add(row.prompt)
-        slots.append(slot)
-    return slots
