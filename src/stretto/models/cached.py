@@ -291,25 +291,21 @@ class SlotCache(Cache):
 
     def reserve(self, positions: int) -> None:
         """Make every slot hold at least ``positions`` tokens, keeping the contents."""
-        if positions <= self.capacity:
-            return
-        self.capacity = _grained(positions)
-        self.moves += 1
-        for store in (self._keys, self._values):
-            for layer, old in enumerate(store):
-                store[layer] = old.new_zeros(*old.shape[:2], self.capacity + 1, old.shape[3])
-                store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
+        if positions > self.capacity:
+            self._grow(self.slots, _grained(positions))
 
     def hold(self, rows: int, most: int) -> None:
         """Provide at least ``rows`` slots, limited by ``most``, keeping the contents."""
-        if rows <= self.slots:
-            return
-        self.slots = min(most, max(rows, self.slots * 3 // 2))
+        if rows > self.slots:
+            self._grow(min(most, max(rows, self.slots * 3 // 2)), self.capacity)
+
+    def _grow(self, slots: int, capacity: int) -> None:
+        self.slots, self.capacity = slots, capacity
         self.moves += 1
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
-                store[layer] = old.new_zeros(self.slots, *old.shape[1:])
-                store[layer][: len(old)] = old
+                store[layer] = old.new_zeros(slots, old.shape[1], capacity + 1, old.shape[3])
+                store[layer][: len(old), :, : old.shape[2] - 1] = old[:, :, :-1]
 
     @property
     def token_bytes(self) -> int:
