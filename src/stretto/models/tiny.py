@@ -62,8 +62,9 @@ def byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,11 +79,3 @@ def byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     if chat:
         fast_tokenizer.chat_template = _CHAT
     return fast_tokenizer
-
-
-def _byte_characters() -> list[str]:
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = (byte for byte in range(256) if byte not in printable)
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
-    return [characters[byte] for byte in range(256)]
