@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -164,12 +165,13 @@ def require_fingerprint(ref: WeightsRef, found: str, receiver: str) -> None:
         )
 
 
-def with_own_structure(model: M) -> M:
+def with_own_structure(model: M, replaced: Mapping[int, Tensor] = MappingProxyType({})) -> M:
     """Return another module tree over the same parameters and buffers, for a model not in use.
     Changes to a module (its mode, a replaced forward, whether adapters are on) affect only one of
-    the trees, so that each can be used in its own thread.
+    the trees, so that each can be used in its own thread. ``replaced`` holds other parameters, by
+    the ids of the model's.
     """
-    return _copied(model, chain(model.parameters(), model.buffers()))
+    return _copied(model, chain(model.parameters(), model.buffers()), replaced)
 
 
 def with_own_weights(model: M) -> M:
@@ -180,8 +182,10 @@ def with_own_weights(model: M) -> M:
     return clone.requires_grad_(False)
 
 
-def _copied(model: M, shared: Iterable[Tensor]) -> M:
-    memo = {id(tensor): tensor for tensor in shared}
+def _copied(
+    model: M, shared: Iterable[Tensor], replaced: Mapping[int, Tensor] = MappingProxyType({})
+) -> M:
+    memo = {id(tensor): tensor for tensor in shared} | replaced
     # bitsandbytes also keeps the scales of 4-bit weights next to them, on their modules.
     states = [t.quant_state for t in memo.values() if hasattr(t, "quant_state")]
     return copy.deepcopy(model, memo | {id(state): state for state in states}).eval()

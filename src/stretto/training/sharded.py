@@ -351,18 +351,14 @@ class ShardedModel(TrainedModel):
                 return weights.get(name, no_weight)
             return self.shard(name)
 
-        model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
-        empty = dict(model.named_parameters()) if model else {}
-        parameters: dict[int, nn.Parameter] = {}
-        for name, weight in self._gathered(self.parameters, part).items():
-            parameters[id(empty[name])] = nn.Parameter(weight, empty[name].requires_grad)
-        if model is None:
+        gathered = self._gathered(self.parameters, part)
+        if dist.get_rank():
             return None
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = parameters[id(parameter)]
-        return model
+        parameters: dict[int, Any] = {
+            id(empty): nn.Parameter(gathered[name], empty.requires_grad)
+            for name, empty in self._empty.named_parameters()
+        }
+        return copy.deepcopy(self._empty, parameters)
 
     def _for_files(self, name: str, tensor: Tensor) -> TensorShard:
         full_shape = self.wholes[name].shape

@@ -226,19 +226,14 @@ class WholeModel:
         are in host memory, except for adapters, which are merged into the weights on these weights'
         device.
         """
-        model, parameters = with_own_structure(self.model), dict[int, nn.Parameter]()
+        copies = dict[int, Tensor]()
         adapters = hasattr(self.model, "merge_and_unload")
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 weight = p.detach() if weights is None else weights[name]
                 home = p.device if adapters else "cpu"
-                parameters[id(p)] = nn.Parameter(weight.to(home, copy=True))
-        for module in model.modules():
-            replacements = {name: parameters.get(id(p)) for name, p in module._parameters.items()}
-            module._parameters.update(
-                {name: p for name, p in replacements.items() if p is not None}
-            )
-        return model
+                copies[id(p)] = nn.Parameter(weight.to(home, copy=True))
+        return with_own_structure(self.model, copies)
 
     def end_updates(self) -> bool:
         return end_updates(self.model)
