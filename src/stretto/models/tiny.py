@@ -64,7 +64,8 @@ def byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
+    characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    vocabulary = {character: byte for byte, character in sorted(characters.items())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -185,7 +185,7 @@ def with_own_weights(model: M) -> M:
 def _copied(
     model: M, shared: Iterable[Tensor], replaced: Mapping[int, Tensor] = MappingProxyType({})
 ) -> M:
-    memo = {id(tensor): tensor for tensor in shared} | replaced
+    memo = {**{id(tensor): tensor for tensor in shared}, **replaced}
     # bitsandbytes also keeps the scales of 4-bit weights next to them, on their modules.
     states = [t.quant_state for t in memo.values() if hasattr(t, "quant_state")]
     return copy.deepcopy(model, memo | {id(state): state for state in states}).eval()
