@@ -96,8 +96,8 @@ def controls_of(
         environment_rewards=(*judges, *({ENVIRONMENT} & {*config.reward.sources})),
         cut_by=config.reward.missing_eos_limits,
     )
-    of_run = config.schedule, settings, r.engines, config.seed, migrating, holding
-    return controls(ScheduledRun(*of_run))
+    run = ScheduledRun(config.schedule, settings, r.engines, config.seed, migrating, holding)
+    return controls(run)
 
 
 def turn_sampling(r: RolloutConfig, environment: EnvironmentConfig) -> Sampling:

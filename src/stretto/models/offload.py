@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stretto.models.backend import backend_of
-from stretto.protocols import Clock, RealClock
+from stretto.protocols import RealClock
 from stretto.types import Work
 
 BUFFER_BYTES = 64 << 20
@@ -39,9 +39,9 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class CopyStream:
     """A side thread that copies between a device and the host, one job at a time, in order."""
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device, self._backend = device, backend_of(device)
-        self._clock = clock or RealClock()
+        self._clock = RealClock()
         self._pool = ThreadPoolExecutor(1, "swaps")
         self._stream = self._backend.new_stream()
         self._works: deque[Work] = deque()  # two threads append to it

@@ -11,6 +11,7 @@ from stretto.pipelines.problem import ModelPipelines, Problem
 
 _SIZES = {"7B": "32x4096", "13B": "40x5120", "33B": "60x6656", "65B": "80x8192"}
 _LAYER_PARAMETERS = 12  # parameters of a transformer layer, in units of its width squared
+_BACKWARD_RATIO = 2.0  # forwards that take as long as a backward
 _LAYER_ACTIVATION_BYTES = 34
 """Bytes that a layer keeps for its backward, per token and unit of width, at 16 bits and with
 attention recomputed (Korthikanti et al. 2022, section 4)."""
@@ -61,16 +62,15 @@ def make_problem(
     micro_batches: int,
     tokens: int,
     teraflops: float,
-    backward_ratio: float = 2.0,
     communication_us: int = 0,
     capacity_gib: float | None = None,
 ) -> Problem:
     """Make a problem by formula, with latencies in microseconds and memory in MiB.
 
     A forward costs two operations a parameter and token, at ``teraflops`` on each device. A
-    backward takes ``backward_ratio`` times as long. Each model's pipelines fill the least common
-    multiple of both numbers of stages. If one model has a smaller tensor parallelism, its
-    consecutive stages are merged until stages of both models take equally many devices.
+    backward takes twice as long. Each model's pipelines fill the least common multiple of both
+    numbers of stages. If one model has a smaller tensor parallelism, its consecutive stages are
+    merged until stages of both models take equally many devices.
     ``micro_batches``, of ``tokens`` tokens, are those of all pipelines of a model. The capacity is
     for each device's activations. Raises ConfigError if a number is out of range, or does not
     divide.
@@ -78,17 +78,16 @@ def make_problem(
     _require_whole("tokens", tokens, 1, "give those of one micro-batch, such as 2048")
     _require_whole("micro_batches", micro_batches, 1, "give those of all pipelines of a model")
     _require_whole("communication_us", communication_us, 0, "0 is none")
-    for name, value, remedy in (
-        ("teraflops", teraflops, "give what a device achieves, such as 200"),
-        ("backward_ratio", backward_ratio, "2 is usual"),
-    ):
-        if not 0 < value < math.inf:
-            rule = "must be more than 0, and finite"
-            raise ConfigError(f"{name} {value!r}: {rule}; {remedy}", "not-positive")
+    if not 0 < teraflops < math.inf:
+        raise ConfigError(
+            f"teraflops {teraflops!r}: must be more than 0, and finite; give what a device "
+            "achieves, such as 200",
+            "not-positive",
+        )
     devices = _devices_of_a_stage(actor, critic)
     models = []
     for parallel in (actor, critic):
-        costs = _costs(parallel, tokens, teraflops, backward_ratio)
+        costs = _costs(parallel, tokens, teraflops)
         model = ModelPipelines.of(
             parallel.stages, 1, micro_batches, communication=communication_us, **costs
         )
@@ -114,15 +113,13 @@ def make_problem(
     return Problem(models[0], models[1], None if capacity_gib is None else capacity_gib * 1024)
 
 
-def _costs(
-    parallel: Parallel, tokens: int, teraflops: float, backward_ratio: float
-) -> dict[str, list[int]]:
+def _costs(parallel: Parallel, tokens: int, teraflops: float) -> dict[str, list[int]]:
     stages = parallel.stages
     width = parallel.width
     tp = parallel.tensor_parallel
     layers = [parallel.layers // stages + (s < parallel.layers % stages) for s in range(stages)]
     layer_us = 2 * _LAYER_PARAMETERS * width**2 * tokens / (teraflops * 1e6)
-    if not layer_us * max(1.0, backward_ratio) < _MOST:
+    if not layer_us * _BACKWARD_RATIO < _MOST:
         raise ConfigError(
             f"a layer would take {layer_us:g} µs with {tokens} tokens at {teraflops:g} teraflops: "
             "that is too long to be planned for; check both numbers",
@@ -131,7 +128,7 @@ def _costs(
     layer_mib = _LAYER_ACTIVATION_BYTES * tokens * width / 2**20
     return {
         "forward": [max(1, round(n * layer_us / tp)) for n in layers],
-        "backward": [max(1, round(n * layer_us * backward_ratio / tp)) for n in layers],
+        "backward": [max(1, round(n * layer_us * _BACKWARD_RATIO / tp)) for n in layers],
         "activation": [max(1, math.ceil(n * layer_mib / tp)) for n in layers],
     }
 
