@@ -116,7 +116,7 @@ def test_a_call_and_its_answer_are_on_their_way() -> None:
         worker = SimWorker("role", [Device(0)], spans, call_s=0.5)
 
         async def call() -> None:
-            async with worker.turn:
+            async with worker.turn("call"):
                 await worker.work("work", 1.0)
 
         await asyncio.gather(call(), call())

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stretto.errors import EngineError
 from stretto.runtime.sim.loop import run
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World, make_chunk
 from stretto.types import FinishReason, Prompt, Response, TrainBatch
@@ -51,13 +52,14 @@ def test_a_scorer_minds_what_it_is_given() -> None:
     async def scored(start: int, tokens: list[int]) -> float:
         scorer = FakeScorer(World([2]), "judge")
         await scorer.admit([empty(4)])
-        await scorer.extend([make_chunk(4, start, tokens, [0.0] * len(tokens))])
+        logprobs = [0.0] * len(tokens)
+        await scorer.extend([make_chunk(4, start, tokens, logprobs, 0, FinishReason.STOP)])
         (score,) = await scorer.finish([4])
         return score.scalar
 
     assert run(scored(0, [400, 401])) == 4.5
     for start, tokens in ((1, [401]), (0, [400]), (0, [400, 7])):  # a gap, too few, others
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, EngineError)):
             run(scored(start, tokens))
 
 

@@ -1,40 +1,57 @@
 """Scripted roles in virtual time, for tests of schedules and controllers. Imports no torch.
 
-A :class:`World` gives each response a length. Its roles take exactly the scripted time, log their
-calls with times, and check that a schedule follows the protocols (:mod:`stretto.protocols`). Run
-code that uses them with :func:`stretto.runtime.sim.loop.run`: a full run takes milliseconds and is
-deterministic. docs/schedules.md has an example.
+A :class:`World` gives each response a length. Its roles are those of the simulator with round
+costs. They take exactly the scripted time, log their calls with times, and check that a schedule
+follows the protocols (:mod:`stretto.protocols`). Run code that uses them with
+:func:`stretto.runtime.sim.loop.run`: a full run takes milliseconds and is deterministic.
+docs/schedules.md has an example.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from stretto.errors import EpisodeLostError
+from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    GeneratorCost,
+    PrefillCost,
+    TrainCost,
+    TransferCost,
+)
+from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.loop import VirtualClock
+from stretto.runtime.sim.resources import SimWorker
+from stretto.runtime.sim.sim_roles import PendingRollout, SimLearner, SimScorer
+from stretto.runtime.sim.turns import SimEnvironment, Turn
 from stretto.types import (
     Chunk,
     Decoded,
     FinishReason,
-    Hold,
-    KVTransfer,
+    IntArray,
     Observation,
     Prompt,
     Response,
     Score,
     ScoreKind,
-    ScorerInfo,
     TrainBatch,
     TrainOutput,
     WeightsRef,
     episode_of,
 )
+
+CONTEXT_TOKENS = 2
+"""Tokens of each answer of a :class:`FakeEnvironment`."""
+NO_LIMIT = 1 << 30
+"""A token limit that no scripted response reaches."""
 
 
 def make_chunk(
@@ -82,13 +99,17 @@ class World:
 
     def length(self, rollout_id: int) -> int:
         """Return the total tokens of the response."""
+        return self.turn_ends(rollout_id)[-1]
+
+    def turns_of(self, rollout_id: int) -> Sequence[int]:
+        """Return the tokens of each turn. Without scripted turns the response is the only one."""
         if self.turns:
-            return self.turn_ends(rollout_id)[-1]
-        return self.lengths[rollout_id % len(self.lengths)]
+            return self.turns[rollout_id % len(self.turns)]
+        return [self.lengths[rollout_id % len(self.lengths)]]
 
     def turn_ends(self, rollout_id: int) -> list[int]:
         """Return the length of the response at the end of each of its turns."""
-        turns = self.turns[rollout_id % len(self.turns)]
+        turns = self.turns_of(rollout_id)
         return list(accumulate(turns, lambda end, tokens: end + CONTEXT_TOKENS + tokens))
 
     def write(self, text: str) -> None:
@@ -116,164 +137,151 @@ class World:
         self.spans.append((role, attributes.get("cause", name), start_s, end_s))
 
 
-def token(rollout_id: int, place: int) -> int:
-    return 100 * episode_of(rollout_id) + place
+def script_tokens(rollout_id: int, start: int, stop: int) -> IntArray:
+    """Return tokens ``start`` to ``stop`` of a response: token t of rollout i is ``100 i + t``."""
+    return 100 * episode_of(rollout_id) + np.arange(start, stop, dtype=np.int32)
 
 
-CONTEXT_TOKENS = 2
-"""Tokens of each answer of a :class:`FakeEnvironment`."""
+class _LoggedWorker(SimWorker):
+    """Answers a role's calls in order, without devices. Logs those named in ``logged`` when they
+    have been answered.
+    """
+
+    def __init__(self, world: World, role: str, *logged: str) -> None:
+        super().__init__(role, [], world)
+        self._world = world
+        self._logged = logged
+
+    @asynccontextmanager
+    async def turn(self, call: str, *arguments: object) -> AsyncIterator[None]:
+        async with super().turn(call, *arguments):
+            yield
+            if call in self._logged:
+                self._world.write(" ".join(map(str, (self.role, call, *arguments))).lstrip())
+
+    async def work(self, name: str, seconds: float, **attributes: Any) -> None:
+        """Take the time. The schedule's own spans are enough for tests."""
+        if seconds:
+            await asyncio.sleep(seconds)
 
 
-class FakeEnvironment:
+class _SecondPerMove(TransferCost):
+    def seconds(self, size_bytes: float) -> float:
+        return 1.0
+
+
+class _EveryCall(PrefillCost):
+    def seconds(self, tokens: int) -> float:
+        return self.call_s + self.token_s * tokens
+
+
+class FakeEnvironment(SimEnvironment):
     """An environment that answers each turn but the last with two tokens, after fixed seconds.
 
-    Its methods are those of :class:`~stretto.protocols.Environment`. Opening takes a second. Turn n
-    of a rollout, counted from 1, earns n. :class:`World` determines the last turn.
+    Opening takes a second. Turn n of a rollout, counted from 1, earns n. :class:`World` determines
+    the last turn.
 
     Args:
         seconds: duration of answers by rollout id, repeated.
 
     Attributes:
-        log: answers so far, by episode.
         lost: ids of rollouts whose next answer is that their environment is lost.
     """
 
     def __init__(self, world: World, seconds: Sequence[float] = (3.0,)) -> None:
-        self.world, self.seconds = world, seconds
-        self.log: dict[int, list[Observation]] = {}
+        super().__init__(self._turns_of, NO_LIMIT)
+        self.world = world
+        self.seconds = seconds
         self.lost: set[int] = set()
+
+    def _turns_of(self, rollout_id: int) -> Sequence[Turn]:
+        wait_s = self.seconds[rollout_id % len(self.seconds)]
+        return [Turn(n, wait_s, CONTEXT_TOKENS) for n in self.world.turns_of(rollout_id)]
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         self.world.write(f"env open {response.id} {len(log)}")
         await asyncio.sleep(1.0)
-        nothing = Observation(response.id, 0, np.empty(0, np.int32))
-        self.log[response.id] = list(log) or [nothing]
-        return self.log[response.id][-1]
+        return await super().open(response, log)
 
     async def step(self, response: Response) -> Observation:
-        id_, log = response.id, self.log[response.id]
-        await asyncio.sleep(self.seconds[id_ % len(self.seconds)])
-        if id_ in self.lost:
-            self.lost.discard(id_)
-            raise EpisodeLostError(f"the environment of {id_} is lost", [id_])
-        over = len(response) == self.world.length(id_) or response.finish is FinishReason.LENGTH
-        tokens = [token(id_, len(response) + t) for t in range(CONTEXT_TOKENS)]
-        answer = Observation(
-            id_,
-            len(log),
-            np.array([] if over else tokens, np.int32),
-            reward=float(len(log)),
-            ended_by="environment" if over else "",
-            messages=({"role": "tool", "content": f"answer {len(log)}"},),
+        answer = await super().step(response)
+        if response.id in self.lost:
+            self.lost.discard(response.id)
+            raise EpisodeLostError(f"the environment of {response.id} is lost", [response.id])
+        self.world.write(f"env step {response.id} turn {answer.number}")
+        start = len(response)
+        return replace(
+            answer,
+            tokens=script_tokens(response.id, start, start + len(answer.tokens)),
+            reward=float(answer.number),
+            messages=({"role": "tool", "content": f"answer {answer.number}"},),
         )
-        log.append(answer)
-        self.world.write(f"env step {id_} turn {len(log) - 1}")
-        return answer
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        for id_ in rollout_ids:
-            self.log.pop(id_, None)
 
 
-class FakeGenerator:
+class _Versioned:
+    """A role whose version is in its world, from where a test can restore it."""
+
+    world: World
+    name: str
+
+    @property
+    def version(self) -> int:
+        return self.world.loaded[self.name]
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.world.loaded[self.name] = version
+
+
+class FakeGenerator(_Versioned, SimGenerator):
     """A generator with a token a second for all rollouts. Token t of rollout i is ``100 i + t``.
 
-    Its methods are those of :class:`~stretto.protocols.Generator`. Accepting rollouts of another
-    generator takes a second.
+    Accepting rollouts of another generator takes a second.
 
     Attributes:
-        done: tokens of each rollout that is decoding here.
-        parked: tokens of rollouts whose turn, or last turn, has ended here.
         idle: if set, :meth:`decode` returns nothing.
     """
 
     def __init__(self, world: World, name: str = "gen") -> None:
-        self.world, self.name = world, name
-        self.done: dict[int, int] = {}
-        self.parked: dict[int, int] = {}
+        self.world = world
+        self.name = name
         self.idle = False
-        self._turn = asyncio.Lock()  # answers calls in their order
-        world.loaded[name] = 0
+        calls = "admit", "hold", "export", "accept", "load", "restart"
+        worker = _LoggedWorker(world, name, *calls)
+        cost = GeneratorCost(decode=DecodeCost(step_s=1.0), transfer=_SecondPerMove())
+        super().__init__(worker, GeneratorRole(cost=cost), world.length, max_new_tokens=NO_LIMIT)
 
-    async def admit(self, responses: Sequence[Response]) -> None:
-        async with self._turn:
-            self.world.write(f"{self.name} admit {[r.id for r in responses]}")
-            self.done |= {r.id: len(r) for r in responses}
-            self.parked = {i: n for i, n in self.parked.items() if i not in self.done}
+    @property
+    def done(self) -> dict[int, int]:
+        """Tokens of each rollout that is decoding here, without those of a call in progress."""
+        rows = (row for r in self._replicas for row in (*r.waiting, *r.rows.values()))
+        return {row.id: row.tokens for row in rows}
+
+    @property
+    def parked(self) -> dict[int, int]:
+        """Tokens, with the prompt's, of rollouts whose turn has ended here."""
+        return {id_: tokens for r in self._replicas for id_, tokens in r.parked.items()}
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        async with self._turn:
-            tokens_left = {i: self._end(i, n) - n for i, n in self.done.items()}
-            ends = sorted(tokens_left.values())
-            steps = min(max_tokens, ends[-1]) if ends else 0
-            if stop_after and len(ends) >= stop_after:
-                steps = min(steps, ends[stop_after - 1])
-            version = self.world.loaded[self.name]
-            await asyncio.sleep(steps)
-            if self.idle:
-                return Decoded([], steps)
-            chunks = []
-            for i in list(tokens_left):
-                start, n = self.done[i], min(steps, tokens_left[i])
-                tokens = [token(i, t) for t in range(start, start + n)]
-                finish = None
-                if n == tokens_left[i]:
-                    finish = FinishReason.TURN if self.world.turns else FinishReason.STOP
-                chunks.append(make_chunk(i, start, tokens, [-0.5] * n, version, finish))
-                self.done[i] += n
-                if finish:
-                    self.parked[i] = self.done.pop(i)
-            chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
-            return Decoded(chunks, steps)
+        decoded = await super().decode(max_tokens, stop_after)
+        return Decoded([], decoded.steps) if self.idle else decoded
 
-    def _end(self, rollout_id: int, tokens: int) -> int:
-        if not self.world.turns:
-            return self.world.length(rollout_id)
-        return next(end for end in self.world.turn_ends(rollout_id) if end > tokens)
+    def _end_of(self, response: Response) -> tuple[int, FinishReason]:
+        ends = self.world.turn_ends(response.id)
+        end = next((end for end in ends if end > len(response)), ends[-1])
+        return end, FinishReason.TURN if self.world.turns else FinishReason.STOP
 
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        async with self._turn:
-            for i in rollout_ids:
-                self.done.pop(i, None)
-                self.parked.pop(i, None)
-
-    async def hold(self, rollout_ids: Sequence[int], how: Hold) -> None:
-        async with self._turn:
-            self.world.write(f"{self.name} hold {list(rollout_ids)} {how}")
-
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
-        async with self._turn:
-            self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
-            lengths = self.parked | self.done
-            for i in rollout_ids:
-                self.done.pop(i, None)
-                self.parked.pop(i, None)
-            return [KVTransfer(i, cached_tokens=lengths[i]) for i in rollout_ids]
-
-    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        async with self._turn:
-            await asyncio.sleep(1)
-            self.world.write(f"{self.name} accept {[r.id for r in responses]}")
-            for r in responses:
-                (self.parked if r.finish is FinishReason.TURN else self.done)[r.id] = len(r)
-
-    async def load(self, weights: WeightsRef) -> None:
-        async with self._turn:
-            self.world.loaded[self.name] = weights.version
-            self.world.write(f"{self.name} load {weights.version}")
-
-    async def restart(self) -> None:
-        self.done.clear()
-        self.world.loaded[self.name] = 0
-        self.world.write(f"{self.name} restart")
+    def _tokens(self, rollout_id: int, start: int, stop: int) -> IntArray:
+        return script_tokens(rollout_id, start, stop)
 
 
-class FakeScorer:
-    """A scorer that takes ``seconds`` per call plus a tenth of a second per new token.
+class FakeScorer(_Versioned, SimScorer):
+    """A scorer that takes ``seconds`` per call plus a tenth of a second per new token. Prompts cost
+    nothing, and tokens of an admitted response are read when it is finished.
 
-    Its methods are those of :class:`~stretto.protocols.Scorer`. The score of rollout i is ``i +
-    0.5``. If it follows a model, the score is its version for each token. It checks that chunks are
-    in order, all tokens precede the score, and no new weights arrive within a call.
+    The score of rollout i is ``i + 0.5``. If it follows a model, the score is its version for each
+    token. It checks that chunks are in order, all tokens precede the score, and no new weights
+    arrive within a call.
 
     Args:
         name: name in the log and of its scores.
@@ -294,82 +302,77 @@ class FakeScorer:
         worthwhile_tokens: int = 0,
         seconds: float = 0.5,
     ) -> None:
-        self.info = ScorerInfo(name, kind, follows, worthwhile_tokens=worthwhile_tokens)
-        self.world, self.name = world, name
-        self.tokens: dict[int, list[int]] = {}
-        self.new: dict[int, int] = {}
-        self.seconds, self.hangs = seconds, False
-        world.loaded[name] = 0
+        self.world = world
+        self.name = name
+        self.hangs = False
+        self._unread: dict[int, int] = {}  # tokens that were admitted, read by finish
+        role = ScorerRole(
+            name=name,
+            kind=kind,
+            cost=_EveryCall(call_s=seconds, token_s=0.1),
+            follows=follows,
+            worthwhile_tokens=worthwhile_tokens,
+        )
+        worker = _LoggedWorker(world, name, "finish", "restart")
+        super().__init__(worker, role, lambda rollout_id, version: rollout_id + 0.5)
 
     async def admit(self, responses: Sequence[Response]) -> None:
         for r in responses:
-            self.tokens[r.id] = r.tokens.tolist()
-            self.new[r.id] = len(r)
+            assert np.array_equal(r.tokens, script_tokens(r.id, 0, len(r)))
+        await super().admit(responses)
+        for r in responses:
+            self._pending[r.id].cached = r.total_tokens
+            self._unread[r.id] = len(r)
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        await asyncio.sleep(self.seconds + 0.1 * sum(len(c.tokens) for c in chunks))
         for c in chunks:
-            assert c.start == len(self.tokens[c.rollout_id])
-            self.tokens[c.rollout_id] += c.tokens.tolist()
+            scripted = script_tokens(c.rollout_id, c.start, c.start + len(c.tokens))
+            assert np.array_equal(c.tokens, scripted)
+        await super().extend(chunks)
 
-    async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        version = self.world.loaded[self.name]
-        takes_s = self.seconds + 0.1 * sum(self.new[i] for i in rollout_ids)
-        await asyncio.sleep(1e9 if self.hangs else takes_s)
-        assert version == self.world.loaded[self.name]
-        self.world.write(f"{self.name} finish {list(rollout_ids)}")
-        return [self._score(i, version) for i in rollout_ids]
+    async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        version = self.version
+        if self.hangs:
+            await asyncio.sleep(1e9)
+        for id_ in rollout_ids:
+            self._pending[id_].cached -= self._unread.pop(id_)
+        scores = await super().finish(rollout_ids)
+        assert version == self.version
+        return scores
 
-    def _score(self, i: int, version: int) -> Score:
-        length, values = self.world.length(i), [i + 0.5]
-        sampled = length
-        if self.world.turns:
-            sampled = sum(self.world.turns[i % len(self.world.turns)])
-        assert self.tokens.pop(i) == [token(i, t) for t in range(length)]
-        failure = None
+    def _score(self, rollout_id: int, entry: PendingRollout) -> Score:
+        assert entry.tokens == self.world.length(rollout_id)
+        score = super()._score(rollout_id, entry)
         if self.info.follows:
-            values = [float(version)] * sampled
-        elif self.info.kind == "reward" and i in self.world.fails:
-            values, failure = [], f"no verdict on {i}"
-        return Score(i, self.name, self.info.kind, np.array(values, np.float32), failure)
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        for i in rollout_ids:
-            self.tokens.pop(i, None)
+            return replace(score, values=np.full(entry.sampled, self.version, np.float32))
+        if rollout_id in self.world.fails and self.info.kind == "reward":
+            none, failure = np.zeros(0, np.float32), f"no verdict on {rollout_id}"
+            return replace(score, values=none, failure=failure)
+        return score
 
     async def load(self, weights: WeightsRef) -> None:
-        self.world.loaded[self.name] = weights.version
-
-    async def restart(self) -> None:
-        self.tokens.clear()
-        self.world.loaded[self.name] = 0
-        self.world.write(f"{self.name} restart")
+        """Use the weights at once, so that :meth:`finish` notices if the schedule did not wait."""
+        self.version = weights.version
 
 
-class FakeLearner:
+class FakeLearner(SimLearner):
     """A learner that learns nothing, takes fixed seconds per step, and publishes versions 1, 2, ...
 
-    Its methods are those of :class:`~stretto.protocols.Learner`.
+    Args:
+        seconds: duration of a step.
 
     Attributes:
-        seconds: duration of a step.
         version: the last published version.
         mean_score: the mean reward that it reports to controllers. It may be changed between steps.
     """
 
     def __init__(self, world: World, seconds: float = 2.0) -> None:
+        role = LearnerRole(trains=("actor", "critic"), cost=TrainCost(step_s=seconds))
+        super().__init__(_LoggedWorker(world, "", "publish"), role)
         self.world = world
-        self.seconds = seconds
-        self.version = 0
         self.mean_score = 1.25
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         self.world.write(f"train {batch.ids.tolist()}")
-        await asyncio.sleep(self.seconds)
-        rewards = batch.totals().astype(np.float32)
-        return TrainOutput({"objective/scores": self.mean_score}, rewards)
-
-    async def publish(self) -> Mapping[str, WeightsRef]:
-        self.version += 1
-        self.world.write(f"publish {self.version}")
-        return {m: WeightsRef(m, self.version, "x") for m in ("actor", "critic")}
+        output = await super().train(batch)
+        return TrainOutput({"objective/scores": self.mean_score}, output.rewards)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -29,7 +29,7 @@ import numpy as np
 
 from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
-from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, Speculation
+from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, Speculation, TransferCost
 from stretto.runtime.sim.resources import SimWorker
 from stretto.runtime.sim.turns import Turn, turn_of
 from stretto.types import (
@@ -37,6 +37,7 @@ from stretto.types import (
     Decoded,
     FinishReason,
     Hold,
+    IntArray,
     KVTransfer,
     Response,
     WeightsRef,
@@ -325,15 +326,15 @@ class SimGenerator:
         self.version = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        async with self._worker.turn:
+        async with self._worker.turn("admit", [r.id for r in responses]):
             back = {r.id: n for r in responses if (n := self._on_host.pop(r.id, 0))}
             for response in responses:
                 self._add(response, back.get(response.id, 0))
             if back:
-                await self._copy("onload", list(back), sum(back.values()))
+                await self._copy("onload", self._cost.offload, back, sum(back.values()))
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        async with self._worker.turn:
+        async with self._worker.turn("decode", max_tokens):
             rows, seconds, work = decode(self._replicas, max_tokens, stop_after)
             for row in rows:
                 replica = self._home.pop(row.id)
@@ -348,7 +349,7 @@ class SimGenerator:
             return Decoded(chunks, int(work["steps"]))
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        async with self._worker.turn:
+        async with self._worker.turn("release", rollout_ids):
             for id_ in rollout_ids:
                 if replica := self._home.pop(id_, None):
                     replica.take_out(id_)
@@ -360,7 +361,7 @@ class SimGenerator:
         """
         if how == "keep":
             return
-        async with self._worker.turn:
+        async with self._worker.turn("hold", rollout_ids, how):
             offloaded_tokens = 0
             for id_ in rollout_ids:
                 replica = self._parked.get(id_)
@@ -369,12 +370,13 @@ class SimGenerator:
                     self._on_host[id_] = tokens
                     offloaded_tokens += tokens
             if offloaded_tokens:
-                await self._copy("offload", rollout_ids, offloaded_tokens)
+                await self._copy("offload", self._cost.offload, rollout_ids, offloaded_tokens)
 
-    async def _copy(self, name: str, rollout_ids: Sequence[int], tokens: int) -> None:
-        size_bytes = self._cost.cache_bytes * tokens
-        seconds, rollouts = self._cost.offload.seconds(size_bytes), list(rollout_ids)
-        await self._worker.work(name, seconds, rollouts=rollouts, bytes=size_bytes)
+    async def _copy(
+        self, name: str, cost: TransferCost, rollout_ids: Iterable[int], tokens: int
+    ) -> None:
+        size_bytes, rollouts = self._cost.cache_bytes * tokens, list(rollout_ids)
+        await self._worker.work(name, cost.seconds(size_bytes), rollouts=rollouts, bytes=size_bytes)
 
     def _unpark(self, rollout_id: int) -> int:
         if replica := self._parked.pop(rollout_id, None):
@@ -383,7 +385,7 @@ class SimGenerator:
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Release rollouts. The receiver accounts for the time of moving a cache."""
-        async with self._worker.turn:
+        async with self._worker.turn("export", rollout_ids, with_cache):
             replica_by_id = self._home | self._parked
             wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in replica_by_id]
             if wrong:
@@ -392,22 +394,19 @@ class SimGenerator:
             transfers = []
             for id_ in rollout_ids:
                 if id_ in self._parked:
-                    parked_tokens = self._parked[id_].unpark(id_) + self._unpark(id_)
-                    moved_tokens = parked_tokens if with_cache else 0
-                    transfers.append(
-                        KVTransfer(id_, "cache" if moved_tokens else None, moved_tokens)
-                    )
-                    continue
-                replica = self._home.pop(id_)
-                decoded = id_ in replica.rows
-                row = replica.take_out(id_)
-                cached = row.prompt + row.tokens if decoded else row.cached
+                    cached = self._parked[id_].unpark(id_) + self._unpark(id_)
+                else:
+                    replica = self._home.pop(id_)
+                    decoded = id_ in replica.rows
+                    row = replica.take_out(id_)
+                    cached = row.prompt + row.tokens if decoded else row.cached
                 moved_tokens = cached if with_cache else 0
                 transfers.append(KVTransfer(id_, "cache" if moved_tokens else None, moved_tokens))
             return transfers
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        async with self._worker.turn:
+        rollouts = [r.id for r in responses]
+        async with self._worker.turn("accept", rollouts):
             for response, transfer in zip(responses, transfers, strict=True):
                 if response.finish is FinishReason.TURN:
                     replica = min(self._replicas, key=lambda r: r.load)
@@ -415,12 +414,11 @@ class SimGenerator:
                     replica.park(response.id, transfer.cached_tokens)
                 else:
                     self._add(response, transfer.cached_tokens)
-            size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in transfers)
-            seconds, rollouts = self._cost.transfer.seconds(size_bytes), [r.id for r in responses]
-            await self._worker.work("migrate", seconds, rollouts=rollouts, bytes=size_bytes)
+            moved_tokens = sum(t.cached_tokens for t in transfers)
+            await self._copy("migrate", self._cost.transfer, rollouts, moved_tokens)
 
     async def load(self, weights: WeightsRef) -> None:
-        async with self._worker.turn:
+        async with self._worker.turn("load", weights.version):
             await self._worker.work("load", self._cost.load_s, version=weights.version)
             self.version = weights.version
             if self._carry == "recompute":
@@ -429,11 +427,11 @@ class SimGenerator:
                     replica.void_cache()
 
     async def restart(self) -> None:
-        async with self._worker.turn:
+        async with self._worker.turn("restart"):
             self._begin()
 
     def _add(self, response: Response, cached: int) -> None:
-        full_length, length = self._end_of(response)
+        length, finish = self._end_of(response)
         if response.id in self._home:
             problem = f"rollout {response.id} is in the engine already; release it first"
             raise EngineError(problem, "already-in-engine")
@@ -443,7 +441,6 @@ class SimGenerator:
                 "that go on",
                 "rollout-ended",
             )
-        ends = FinishReason.TURN if _in_turns(response) else FinishReason.STOP
         parked = self._parked.pop(response.id, None)
         replica = parked or min(self._replicas, key=lambda r: r.load)
         row = SimRow(
@@ -452,23 +449,24 @@ class SimGenerator:
             prompt=len(response.prompt.tokens),
             tokens=len(response),
             length=length,
-            finish=FinishReason.LENGTH if full_length > length else ends,
+            finish=finish,
             cached=cached,
         )
         replica.waiting.append(row)
         self._home[response.id] = replica
 
-    def _end_of(self, response: Response) -> tuple[int, int]:
-        """Return the response's tokens at its end, or its turn's, without and with its limits."""
+    def _end_of(self, response: Response) -> tuple[int, FinishReason]:
+        """Return the response's tokens at its end, or its turn's, and why it ends."""
         sampling, start = response.sampling, response.turn_start
-        if sampling is None or not _in_turns(response):
-            full_length = self._lengths(response.id)
-            return full_length, min(full_length, self._max_new_tokens)
-        turns = self._turns(episode_of(response.id))
-        full_length = start + turns[min(turn_of(response), len(turns) - 1)].tokens
-        return full_length, min(
-            full_length, sampling.max_new_tokens, start + sampling.max_turn_tokens
-        )
+        if sampling is None or not sampling.max_turn_tokens:
+            limit, full_length = self._max_new_tokens, self._lengths(response.id)
+            finish = FinishReason.STOP
+        else:
+            limit = min(sampling.max_new_tokens, start + sampling.max_turn_tokens)
+            turns = self._turns(episode_of(response.id))
+            full_length = start + turns[min(turn_of(response), len(turns) - 1)].tokens
+            finish = FinishReason.TURN
+        return min(full_length, limit), FinishReason.LENGTH if full_length > limit else finish
 
     def _chunks(self) -> list[Chunk]:
         chunks = []
@@ -482,8 +480,8 @@ class SimGenerator:
 
     def _chunk(self, row: SimRow, now: int, finish: FinishReason | None = None) -> Chunk:
         start, new = row.tokens, now - row.tokens
-        return Chunk(row.id, start, _TOKENS[:new], _LOGPROBS[:new], self.version, finish)
+        tokens = self._tokens(row.id, start, now)
+        return Chunk(row.id, start, tokens, _LOGPROBS[:new], self.version, finish)
 
-
-def _in_turns(response: Response) -> bool:
-    return response.sampling is not None and response.sampling.max_turn_tokens > 0
+    def _tokens(self, rollout_id: int, start: int, stop: int) -> IntArray:
+        return _TOKENS[: stop - start]

@@ -97,10 +97,11 @@ class SimWorker:
         self._cores = cores
         self._threads = threads
 
-    @property
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """The time from a call until its answer, during which the role's other calls wait."""
+    async def turn(self, call: str, *arguments: object) -> AsyncIterator[None]:
+        """The time from a call until its answer, during which the role's other calls wait. The
+        call's name and main arguments are for logs.
+        """
         async with self._turn:
             if self._call_s:
                 await asyncio.sleep(self._call_s / 2)

@@ -32,7 +32,7 @@ _NUMBERS.flags.writeable = False
 
 
 @dataclass(slots=True)
-class _Pending:
+class PendingRollout:
     """A rollout at a scorer: its tokens, how many are prefilled (``cached``), and ``sampled``."""
 
     prompt: int
@@ -62,20 +62,25 @@ class SimScorer:
         streams = role.streams and isinstance(self._cost, PrefillCost)
         least = role.worthwhile_tokens
         self.info = ScorerInfo(self.name, role.kind, role.follows, streams, worthwhile_tokens=least)
-        self._pending: dict[int, _Pending] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pending: dict[int, PendingRollout] = {}
+        self.version = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        """Register responses. Their prompts are prefilled with the first chunk."""
-        async with self._worker.turn:
+        """Register responses, again if their episodes started again. Their prompts are prefilled
+        with the first chunk.
+        """
+        async with self._worker.turn("admit", [r.id for r in responses]):
             for r in responses:
-                if r.id in self._pending:
-                    raise EngineError(f"{self.name} has rollout {r.id} already; release it first")
                 sampled_tokens = len(r) if r.sampled is None else int(r.sampled.sum())
                 sizes = len(r.prompt.tokens), len(r), sampled_tokens
-                self._pending[r.id] = _Pending(*sizes, r.version, _has_ended(r.finish))
+                self._pending[r.id] = PendingRollout(*sizes, r.version, _has_ended(r.finish))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        async with self._worker.turn:
+        ids = list(dict.fromkeys(c.rollout_id for c in chunks))
+        async with self._worker.turn("extend", ids):
             for chunk in chunks:
                 entry = self._pending.get(chunk.rollout_id)
                 if entry is None or chunk.start != entry.tokens or entry.ended:
@@ -90,11 +95,10 @@ class SimScorer:
                     entry.sampled += len(chunk.tokens)
                     entry.version = chunk.version
             if self.info.streams:
-                ids = list(dict.fromkeys(c.rollout_id for c in chunks))
                 await self._work("prefill", ids)
 
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        async with self._worker.turn:
+        async with self._worker.turn("finish", rollout_ids):
             for id_ in rollout_ids:
                 if id_ not in self._pending or not self._pending[id_].ended:
                     raise EngineError(
@@ -106,21 +110,22 @@ class SimScorer:
             return [self._score(id_, self._pending.pop(id_)) for id_ in rollout_ids]
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        async with self._worker.turn:
+        async with self._worker.turn("release", rollout_ids):
             for id_ in rollout_ids:
                 self._pending.pop(id_, None)
 
     async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on. Invalidates everything prefilled."""
-        async with self._worker.turn:
+        async with self._worker.turn("load", weights.version):
             if self._role.load_s:
                 await self._worker.work("load", self._role.load_s, version=weights.version)
+            self.version = weights.version
             for entry in self._pending.values():
                 entry.cached = 0
 
     async def restart(self) -> None:
-        async with self._worker.turn:
-            self._pending.clear()
+        async with self._worker.turn("restart"):
+            self._begin()
 
     async def _work(self, name: str, rollout_ids: Sequence[int]) -> None:
         new = []
@@ -143,7 +148,7 @@ class SimScorer:
         parts = (new[i : i + limit] for i in range(0, len(new), limit))
         return [len(part) * max(part) for part in parts]
 
-    def _score(self, rollout_id: int, entry: _Pending) -> Score:
+    def _score(self, rollout_id: int, entry: PendingRollout) -> Score:
         if self.info.kind == "reward":
             values = np.array([self._reward(rollout_id, entry.version)], np.float32)
         else:
@@ -166,7 +171,7 @@ class SimLearner:
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step. Return the mean reward, staleness and the responses' rewards."""
-        async with self._worker.turn:
+        async with self._worker.turn("train", batch.ids.tolist()):
             tokens = self._tokens(batch)
             await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)
             rewards, now = batch.totals(), self.version
@@ -188,7 +193,7 @@ class SimLearner:
         return len(batch) * longest
 
     async def publish(self) -> Mapping[str, WeightsRef]:
-        async with self._worker.turn:
+        async with self._worker.turn("publish", self.version + 1):
             await self._worker.work("publish", self._cost.publish_s, version=self.version + 1)
             self.version += 1
             return {
