@@ -84,7 +84,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(runs, "train", fake.train)
     for checked in ("api.training.check_run", "api.training.check_supervised"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
-    for checked in ("cli.models.check_measured", "api.models.check_measured"):
+    for checked in ("cli.evaluate.check_measured", "api.inference.check_measured"):
         monkeypatch.setattr(f"stretto.{checked}", lambda *_, **__: None)
     monkeypatch.setattr("stretto.runs.checkpoint.require", lambda folder: None)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))

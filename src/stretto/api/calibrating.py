@@ -131,8 +131,8 @@ def _measured(
                 "seconds": p.seconds,
                 "flops": p.flops,
                 "bytes": p.size,
+                "by_figures_s": predicted_s(p, hardware),
             }
-            | {"by_figures_s": predicted_s(p, hardware)}
             for p in points
         ],
     }

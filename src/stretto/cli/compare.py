@@ -41,7 +41,7 @@ from stretto.observe import report as reports
 from stretto.observe.comparison import Comparison, VariantResult
 from stretto.observe.lock import locked
 from stretto.observe.progress import on_stderr
-from stretto.observe.run_directory import claim
+from stretto.observe.run_directory import new_folder
 from stretto.planner.replay import predicted
 from stretto.saying import CHECKING, LOADING, Advance, working
 
@@ -82,7 +82,7 @@ def command_compare(
 
     with working(on_stderr, LOADING):
         config = settled(config, print)  # once, because runs that decide separately may differ
-    folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
+    folder = new_folder(Path(config.out), f"{recipes.name_of(recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
         trainings = Trainings(config, jobs, folder)
@@ -142,7 +142,7 @@ def command_compare_simulated(
         return simulation.run(job, clusters[job], advance)
 
     collected = collect(jobs, run, clusters[jobs[0]].workload.steps, simulated=True)
-    folder = new_folder(out, f"{recipes.name_of(sim)}-compare")
+    folder = new_folder(Path(out), f"{recipes.name_of(sim)}-compare")
     publish(collected, target, folder, where)
     return exit_status(collected)
 
@@ -224,18 +224,6 @@ def collect(
             took += f" of simulated time ({time.monotonic() - since_s:.1f} s here)"
         display.note(f"{name}: {took}")
     return collected
-
-
-def new_folder(out: str, name: str) -> Path:
-    """Create ``<out>/<name>-<NNN>`` with a number above the highest there."""
-    root = Path(out)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        return claim(root, name)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make a folder in '{out}': {error}; choose another with --out"
-        ) from error
 
 
 def publish(collected: Collected, target: float | None, folder: Path, where: str) -> None:

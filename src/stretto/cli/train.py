@@ -198,8 +198,8 @@ def command_align(
             "name the recipe of all three stages ('stretto align posts'), a folder with their "
             "settings, or a folder to go on with as --resume FOLDER"
         )
-    from stretto.cli.compare import new_folder
     from stretto.cli.dry_run import describe_run, describe_supervised
+    from stretto.observe.run_directory import new_folder
 
     seeded = {} if seed is None else {"seed": seed}
     algorithm_change = {"algorithm__name": algorithm} if algorithm else {}
@@ -210,7 +210,7 @@ def command_align(
         print(describe_supervised(stages.reward.changed_in("data", name="")))
         print(describe_run(stages.train))
         return
-    folder = new_folder(out, f"{Path(recipe).name}-align")
+    folder = new_folder(Path(out), f"{Path(recipe).name}-align")
     try:
         result = align(stages, folder=folder, **options)
     except BaseException:

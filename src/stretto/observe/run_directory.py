@@ -204,20 +204,13 @@ class RunDirectory:
     @classmethod
     def create(cls, out: str | Path, name: str, config: Section) -> Self:
         """Make ``<out>/<name>-<NNN>`` with the next number. Raises ConfigError if that fails."""
-        root = Path(out)
+        run = cls(new_folder(Path(out), name))
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            path = claim(root, name)
-        except OSError as error:
-            text = f"cannot make a run directory in '{root}': {error}; choose another with `out`"
-            raise ConfigError(text, "cannot-make-folder") from error
-        run = cls(path)
-        try:
-            with files.explained(path):
+            with files.explained(run.path):
                 run.checkpoints.mkdir()
             run.save_config(config)
         except StorageError:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(run.path, ignore_errors=True)
             raise
         return run
 
@@ -343,12 +336,19 @@ def _record(entry: Sample | RolloutRecord) -> dict[str, Any]:
     return record
 
 
-def claim(root: Path, name: str) -> Path:
-    """Make the next free folder. Concurrent runs get one each."""
+def new_folder(out: Path, name: str) -> Path:
+    """Make ``<out>/<name>-<NNN>`` with a number above the highest there. Concurrent runs get one
+    each. Raises ConfigError if that fails.
+    """
     pattern = re.compile(re.escape(name) + r"-(\d+)")
-    while True:
-        numbers = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]
-        path = root / f"{name}-{max(numbers, default=0) + 1:03d}"
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while True:
+            numbers = [int(m[1]) for entry in out.iterdir() if (m := pattern.fullmatch(entry.name))]
+            path = out / f"{name}-{max(numbers, default=0) + 1:03d}"
+            with suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        text = f"cannot make a folder in '{out}': {error}; choose another with `out`"
+        raise ConfigError(text, "cannot-make-folder") from error

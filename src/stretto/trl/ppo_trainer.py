@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.run_models import Overrides
 from stretto.config.sections import MISSING_EOS
-from stretto.errors import ConfigError, nearest
+from stretto.errors import ConfigError
 from stretto.trl import arguments, trainer_inputs
 from stretto.trl.base_trainer import BaseTrainer, in_script
+from stretto.trl.compat import require_known
 from stretto.trl.config import PPOConfig
 from stretto.trl.trainer_inputs import Rewards, TokenTask
 
@@ -160,13 +161,10 @@ class PPOTrainer(BaseTrainer):
 
 def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
     """Return PPO's arguments by their present names. Raises ConfigError if one is missing."""
+    names = inspect.signature(PPOTrainer.__init__).parameters
+    require_known("PPOTrainer", old_names.keys() - _OLD_NAMES, names)
     kwargs = dict(arguments)
     for old, value in old_names.items():
-        if old not in _OLD_NAMES:
-            names = [*inspect.signature(PPOTrainer.__init__).parameters][1:-1]
-            raise ConfigError(
-                f"PPOTrainer has no argument '{old}'. {nearest(old, names)}", "unknown-argument"
-            )
         if kwargs[_OLD_NAMES[old]] is not None:
             raise ConfigError(
                 f"'{old}' is the old name of '{_OLD_NAMES[old]}'; give one of the two",
