@@ -81,6 +81,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
+    """Return the type to compute in. ``auto`` uses :func:`fastest_dtype`."""
     import torch
 
     if name == "auto":

@@ -286,6 +286,7 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
 
 
 def tied_error(one: str, other: str) -> ConfigError:
+    """Return the error for an adapter on a weight that two layers share."""
     return ConfigError(
         f"model.lora_targets: {one} and {other} are one weight (tied), so that an adapter "
         "on the one could not be merged without changing the other; leave them out",
