@@ -42,7 +42,15 @@ from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Rollout, restored, train_batch
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
-from stretto.types import Chunk, FinishReason, Prompt, Score, TrainBatch, TrainOutput, WeightsRef
+from stretto.types import (
+    Chunk,
+    FinishReason,
+    Prompt,
+    Score,
+    TrainBatch,
+    TrainStepOutput,
+    WeightsRef,
+)
 from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Makes
@@ -58,9 +66,9 @@ class IdleLearner:
 
     version = 0
 
-    async def train(self, batch: TrainBatch) -> TrainOutput:
+    async def train(self, batch: TrainBatch) -> TrainStepOutput:
         """Take a step."""
-        return TrainOutput({"objective/scores": 0.0}, np.zeros(len(batch), np.float32))
+        return TrainStepOutput({"objective/scores": 0.0}, np.zeros(len(batch), np.float32))
 
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish nothing new."""

@@ -29,7 +29,7 @@ from stretto.planner.formulas import priced
 from stretto.planner.replay import Recording
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.simulate import SimResult, simulate
-from stretto.runtime.sim.turns import Episodes, Waits
+from stretto.runtime.sim.turns import AnswerLatency, SimEpisodes
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sync": {"preset": "sync"},
@@ -164,7 +164,7 @@ def at_scale(args: argparse.Namespace, name: str) -> Measured:
     """The described cluster in virtual time, with turns and waits like these."""
     cluster = priced(Cluster.read(args.cluster))
     waits = {"median": args.median, "p95": args.p95}
-    workload = {"steps": args.steps + WARM, "episodes": Episodes(wait_s=Waits(**waits))}
+    workload = {"steps": args.steps + WARM, "episodes": SimEpisodes(wait_s=AnswerLatency(**waits))}
     changed = {
         "workload": cluster.workload.model_copy(update=workload),
         "schedule": ScheduleConfig.model_validate(VARIANTS[name]),

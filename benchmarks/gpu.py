@@ -49,7 +49,7 @@ from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import NoProgress
 from stretto.planner import fitting
-from stretto.planner.measuring import MeasuredModel, Sizes, peaks, prefills, swaps, trainings
+from stretto.planner.measuring import MeasuredModel, WorkSizes, peaks, prefills, swaps, trainings
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.placement import places
@@ -480,7 +480,7 @@ def rates(bench: Bench) -> Iterator[Row]:
     if bench.device.type == "cpu":
         yield Row("rates", "left out", "no GPU")
         return
-    sizes = Sizes.of(bench.device)
+    sizes = WorkSizes.of(bench.device)
     name = f"Qwen/Qwen2.5-{bench.smallest}B-Instruct"
     model = MeasuredModel(name, bench.config(), bench.device, bench.dtype)
     points = (

@@ -20,7 +20,7 @@ from stretto import runs
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
-from stretto.planner.measuring import Sizes
+from stretto.planner.measuring import WorkSizes
 from stretto.runs.checkpoint import Checkpointer
 from stretto.runtime.run import Run
 from stretto.schedules.rollout import Rollout, RolloutState
@@ -33,7 +33,7 @@ S = TypeVar("S", SftConfig, RewardModelConfig)
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "weight_sync/", "memory/")
 """Metrics that runs over processes have besides."""
-SMALL_SIZES = Sizes(
+SMALL_SIZES = WorkSizes(
     length=16,
     prefill=(32, 64),
     decode=((2, 8), (4, 16)),

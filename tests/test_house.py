@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -170,6 +171,13 @@ def test_packed_lines_are_found() -> None:
         "a, b, c = 1, 2, 3\nfor x in y if z else (): pass\n[x for x in (y if z else w)]\n-(-a // b)"
     )
     assert sorted(line for line, _ in packed(ast.parse(code))) == [1, 2, 3, 4]
+
+
+def test_each_name_of_a_file_or_class_has_one_meaning() -> None:
+    names = [file.name for file in FILES if file.name != "__init__.py"]
+    nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
+    names += [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))

@@ -22,7 +22,7 @@ from stretto.types import (
     Score,
     ScorerInfo,
     TrainBatch,
-    TrainOutput,
+    TrainStepOutput,
     WeightsRef,
 )
 
@@ -129,7 +129,7 @@ class Environment(Protocol):
 class Learner(Protocol):
     """Owns and trains the trained weights."""
 
-    async def train(self, batch: TrainBatch) -> TrainOutput:
+    async def train(self, batch: TrainBatch) -> TrainStepOutput:
         """Take one step on scored responses. The metrics must include ``objective/scores``, the
         mean reward, which controllers follow.
         """

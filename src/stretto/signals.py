@@ -41,7 +41,7 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-class _Handler:
+class _SignalHandler:
     """A signal handler that distinguishes a first signal, its echoes, and a second request."""
 
     def __init__(self, first: Callable[[], object], again: Callable[[int], object]) -> None:
@@ -67,7 +67,7 @@ def ending_in_order() -> Iterator[None]:
     """Make :data:`ENDING` raise :class:`Terminated`. A second signal ends the process at once.
     Signals that are ignored (``nohup``) or handled by the program itself stay so.
     """
-    handler = _Handler(stop, _end_at_once)
+    handler = _SignalHandler(stop, _end_at_once)
     former = _install(handler, {s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL})
     try:
         yield
@@ -122,7 +122,7 @@ def held() -> Iterator[None]:
         former.clear()
         signal.raise_signal(number)
 
-    handler = _Handler(lambda: None, again)
+    handler = _SignalHandler(lambda: None, again)
     handled = (None, signal.SIG_IGN)
     numbers = {s for s in (signal.SIGINT, *ENDING) if signal.getsignal(s) not in handled}
     former.update(_install(handler, numbers))
@@ -176,7 +176,7 @@ def _end_at_once(number: int) -> None:
     signal.raise_signal(number)
 
 
-def _install(handler: _Handler, numbers: set[signal.Signals]) -> Handlers:
+def _install(handler: _SignalHandler, numbers: set[signal.Signals]) -> Handlers:
     if not _in_main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

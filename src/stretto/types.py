@@ -449,7 +449,7 @@ def sampled_of(tokens: Chunk | Response | TrainBatch) -> BoolArray:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOutput:
+class TrainStepOutput:
     """Result of a training step: metrics, and the rewards [B] that were trained on, which are
     weighted sums after the rule for missing ends.
     """

@@ -644,7 +644,7 @@ def test_doctor_tells_of_ray(
     monkeypatch.delenv("RAY_ADDRESS")
     assert run("doctor") == 0
     assert "ray cluster   none runs here, nor is" in capsys.readouterr().out
-    there = ray_cluster.Cluster("10.0.0.1:6379", nodes=2, cpus=64, gpus=8)
+    there = ray_cluster.ClusterResources("10.0.0.1:6379", nodes=2, cpus=64, gpus=8)
     monkeypatch.setattr(ray_cluster, "find", lambda: there)
     assert run("doctor") == 0
     text = capsys.readouterr().out

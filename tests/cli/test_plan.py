@@ -32,7 +32,7 @@ from stretto.planner.fitting import RunMemory
 from stretto.planner.hardware import GPUS, read_hardware
 from stretto.runtime.placement import places
 from stretto.runtime.sim.lengths import Lognormal, Uniform
-from stretto.runtime.sim.turns import Waits
+from stretto.runtime.sim.turns import AnswerLatency
 
 PPO = recipes.build(
     {
@@ -102,7 +102,7 @@ def test_turns_and_waits_are_those_that_are_asked_for_or_assumed() -> None:
     episodes = spec.workload.episodes
     assert episodes
     assert episodes.turns == Uniform(low=3, high=5)
-    assert episodes.wait_s == Waits(median=0.2, p95=2.0)
+    assert episodes.wait_s == AnswerLatency(median=0.2, p95=2.0)
     assert episodes.answer_tokens == Lognormal(median=30, p95=90)
     assert not any("`turns`" in line or "`wait`" in line for line in assumed)
     spec, _ = spec_of(PPO, asked(8))

@@ -14,7 +14,7 @@ import numpy as np
 from scorer_helpers import byte_tokenizer
 from stretto.config import EnvironmentConfig
 from stretto.config.sections import reward_source
-from stretto.environments.executors import EnvironmentProcess, Place, settings_of
+from stretto.environments.executors import EnvironmentExecutor, EnvironmentProcess, settings_of
 from stretto.environments.role import EnvironmentRole
 from stretto.scoring.functions import FunctionScorer, locate
 from stretto.tasks.encode import Encoder
@@ -91,21 +91,23 @@ def places_of(
     config: EnvironmentConfig | None = None,
     judges: Sequence[str] = (),
     reward_timeout_s: float = 5.0,
-) -> list[Place]:
+) -> list[EnvironmentExecutor]:
     """The started process of what is named in a file, and of reward functions of that file."""
     config = config or EnvironmentConfig()
     sources = {name: locate(reward_source(f"{file}:{name}")) for name in names}
     settings = {**settings_of(config), "reward_timeout_s": reward_timeout_s}
     judged = {f"{file}:{name}": locate(reward_source(f"{file}:{name}")) for name in judges}
     opening = {"sources": sources, "settings": settings, "judges": judged}
-    places: list[Place] = [EnvironmentProcess(opening) for _ in range(config.processes)]
+    places: list[EnvironmentExecutor] = [
+        EnvironmentProcess(opening) for _ in range(config.processes)
+    ]
     for place in places:
         place.start()
     return places
 
 
 def role_of(
-    places: Sequence[Place],
+    places: Sequence[EnvironmentExecutor],
     config: EnvironmentConfig | None = None,
     bridge: Any = None,
     judges: Sequence[FunctionScorer] = (),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stretto.environments.program import ProgramEnvironment
-from stretto.environments.sessions import Limits, Sessions
+from stretto.environments.sessions import EpisodeLimits, Sessions
 from stretto.errors import EngineError
 from stretto.models.tiny import byte_tokenizer
 from stretto.saying import Say, silent
@@ -115,7 +115,7 @@ class Played:
 
 def sessions(response: int = 400, prompt: int = 200, say: Say = silent, **options: Any) -> Sessions:
     bridges: Any = ByteBridge()
-    return Sessions(bridges, Encoder(TOKENIZER), Limits(prompt, response, **options), say)
+    return Sessions(bridges, Encoder(TOKENIZER), EpisodeLimits(prompt, response, **options), say)
 
 
 async def played(

@@ -13,7 +13,7 @@ from bridge_helpers import Player, call, places_of, role_of, said, text_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
-from stretto.environments.executors import Place
+from stretto.environments.executors import EnvironmentExecutor
 from stretto.errors import ConfigError
 
 Places = Any
@@ -22,9 +22,9 @@ Places = Any
 @pytest.fixture(scope="module")
 def places() -> Iterator[Places]:
     """Processes by what they are of, shared by the tests of this file."""
-    made: dict[Sequence[str], list[Place]] = {}
+    made: dict[Sequence[str], list[EnvironmentExecutor]] = {}
 
-    def of(*names: str) -> list[Place]:
+    def of(*names: str) -> list[EnvironmentExecutor]:
         if names not in made:
             made[names] = places_of(*names, config=EnvironmentConfig(timeout_s=5))
         return made[names]

@@ -14,7 +14,7 @@ from raising import raises
 from stretto.assembly.environments import bridge_for
 from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.environments.bridge import Bridge
-from stretto.environments.templates import Shape
+from stretto.environments.templates import TemplateShape
 from stretto.errors import ConfigError, TaskError
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
@@ -176,8 +176,8 @@ def test_reasoning_that_is_dropped_for_a_new_question_is_a_break() -> None:
 def test_calls_are_read_if_prompts_start_a_turn_with_an_empty_thought() -> None:
     """Qwen3 writes one with enable_thinking = false, which a past turn with calls lacks."""
     tokenizer = tokenizer_of("qwen3")
-    plain = Shape(Encoder(tokenizer), reads_calls=True)
-    quick = Shape(Encoder(tokenizer, {"enable_thinking": False}), reads_calls=True)
+    plain = TemplateShape(Encoder(tokenizer), reads_calls=True)
+    quick = TemplateShape(Encoder(tokenizer, {"enable_thinking": False}), reads_calls=True)
     assert quick.form == plain.form
     assert quick.writes_calls
     assert quick.tool_role

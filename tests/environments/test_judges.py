@@ -14,7 +14,7 @@ from raising import raises
 from stretto.assembly.environments import Looking, open_places
 from stretto.config import EnvironmentConfig, RewardConfig, TaskConfig
 from stretto.config.sections import reward_source
-from stretto.environments.executors import LocalEnvironment, Place, settings_of
+from stretto.environments.executors import EnvironmentExecutor, LocalEnvironment, settings_of
 from stretto.environments.role import EnvironmentRole
 from stretto.errors import ConfigError
 from stretto.scoring.functions import FunctionScorer
@@ -42,7 +42,7 @@ def judges() -> Mapping[str, FunctionScorer]:
 
 
 @pytest.fixture(scope="module")
-def vaults() -> Iterator[list[Place]]:
+def vaults() -> Iterator[list[EnvironmentExecutor]]:
     places = places_of("Cracked", judges=NAMES, reward_timeout_s=1.0)
     yield places
     places[0].close()
@@ -68,7 +68,7 @@ def scores_of(seen: Any) -> dict[str, Any]:
 
 
 def test_a_function_reads_the_state_of_an_environment_after_its_episode(
-    vaults: list[Place], judges: Mapping[str, FunctionScorer]
+    vaults: list[EnvironmentExecutor], judges: Mapping[str, FunctionScorer]
 ) -> None:
     role = role_of(vaults, judges=[judges[name] for name in ("looks", "by_name", "Counts")])
     look = call("look", lock=1)
@@ -85,7 +85,7 @@ def test_a_function_reads_the_state_of_an_environment_after_its_episode(
 
 
 def test_it_is_called_where_a_limit_ends_the_episode(
-    vaults: list[Place], judges: Mapping[str, FunctionScorer]
+    vaults: list[EnvironmentExecutor], judges: Mapping[str, FunctionScorer]
 ) -> None:
     role = role_of(vaults, EnvironmentConfig(max_turns=2), judges=[judges["looks"]])
     look = call("look", lock=1)
@@ -104,7 +104,7 @@ def test_it_is_called_where_a_limit_ends_the_episode(
     ],
 )
 def test_what_goes_wrong_is_a_failure_and_no_number(
-    vaults: list[Place], judges: Mapping[str, FunctionScorer], secret: int, error: str
+    vaults: list[EnvironmentExecutor], judges: Mapping[str, FunctionScorer], secret: int, error: str
 ) -> None:
     role = role_of(vaults, judges=[judges["fails"]])
     found = scores_of(last_of(role, "hm", secret=secret))["fails"]

@@ -10,7 +10,7 @@ import pytest
 
 from raising import raises
 from stretto.environments import renderer as module
-from stretto.environments.renderer import RendererBridge, Texts, find_renderer, open_bridge
+from stretto.environments.renderer import PlainTokenizer, RendererBridge, find_renderer, open_bridge
 from stretto.errors import ConfigError
 from stretto.tasks.encode import Encoder
 from stretto.types import Message
@@ -126,7 +126,7 @@ class MadeUp:
 
 def made_up() -> RendererBridge:
     encoder = Encoder(tokenizer_of("chatml", IN_XML))
-    return RendererBridge(encoder, (), frozenset(), MadeUp(Texts(encoder)))
+    return RendererBridge(encoder, (), frozenset(), MadeUp(PlainTokenizer(encoder)))
 
 
 def test_calls_as_a_renderer_reads_them() -> None:
@@ -181,6 +181,6 @@ def test_a_renderer_takes_part_only_where_it_is_needed(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "find_renderer", lambda _: None)
     with raises(ConfigError, "unknown-call-format", "renderers"):
         open_bridge(encoder, TOOLS)
-    monkeypatch.setattr(module, "find_renderer", lambda encoder: MadeUp(Texts(encoder)))
+    monkeypatch.setattr(module, "find_renderer", lambda encoder: MadeUp(PlainTokenizer(encoder)))
     with raises(ConfigError, "renderer-differs"):
         open_bridge(encoder, TOOLS)

@@ -15,7 +15,7 @@ from bridge_helpers import ENCODER, Player, call, places_of, role_of, said
 
 from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.config.sections import reward_source
-from stretto.environments.executors import LocalEnvironment, Place, settings_of
+from stretto.environments.executors import EnvironmentExecutor, LocalEnvironment, settings_of
 from stretto.environments.object_threads import ObjectThread, needs_main_thread
 from stretto.environments.objects import named_objects
 from stretto.environments.running import CallError, Runner
@@ -24,7 +24,7 @@ from stretto.scoring.functions import FunctionScorer
 FILE = Path(bound_worlds.__file__)
 
 
-def places(where: str, *names: str) -> list[Place]:
+def places(where: str, *names: str) -> list[EnvironmentExecutor]:
     """The process of what is named, or this one for the same as objects."""
     if where == "process":
         return places_of(*names, file=FILE)
@@ -36,7 +36,9 @@ def places(where: str, *names: str) -> list[Place]:
     return [place]
 
 
-def played(ready: Sequence[Place], *turns: str, judges: Any = (), **row: Any) -> list[list[Any]]:
+def played(
+    ready: Sequence[EnvironmentExecutor], *turns: str, judges: Any = (), **row: Any
+) -> list[list[Any]]:
     """Play eight episodes side by side; return what each saw, by turns."""
     role = role_of(ready, judges=judges)
 

@@ -11,7 +11,7 @@ import pytest
 
 from raising import raises
 from stretto.errors import EpisodeLostError
-from stretto.evaluation.episode_generation import Episode, completed_episodes
+from stretto.evaluation.episode_generation import FinishedEpisode, completed_episodes
 from stretto.rollout.base import Engine
 from stretto.schedules.rollout import Rollout
 from stretto.types import (
@@ -113,7 +113,7 @@ class ScriptedEnvironment:
 
 def run(
     engine: ScriptedEngine, environment: ScriptedEnvironment, ids: Sequence[int], chunk: int = 4
-) -> list[Episode]:
+) -> list[FinishedEpisode]:
     rollouts = [Rollout(i, Prompt(i, (1,), ""), i) for i in ids]
     return list(completed_episodes(cast(Engine, engine), environment, rollouts, SAMPLING, chunk))
 

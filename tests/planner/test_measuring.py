@@ -17,7 +17,7 @@ from stretto.planner.calibration import Kind, MeasuredDevice, Point, fitted, pre
 from stretto.planner.formulas import TrainingPasses, generator_cost, prefill_cost, train_cost
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.planner.layout import Mesh
-from stretto.planner.measuring import Sizes, model_to_measure
+from stretto.planner.measuring import WorkSizes, model_to_measure
 from stretto.planner.memory_model import cache_bytes
 from stretto.runtime.sim.costs import Efficiency
 
@@ -206,7 +206,7 @@ def test_two_processes_sync_weights() -> None:
 
 
 def test_sizes_suit_the_device() -> None:
-    cpu, gpu = Sizes.of(torch.device("cpu")), Sizes.of(torch.device("cuda"))
+    cpu, gpu = WorkSizes.of(torch.device("cpu")), WorkSizes.of(torch.device("cuda"))
     assert max(cpu.training) < max(gpu.training)
 
 

@@ -40,7 +40,7 @@ from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.resources import Cores, Device, SimWorker
 from stretto.runtime.sim.simulate import simulate
-from stretto.runtime.sim.turns import Episodes, Waits
+from stretto.runtime.sim.turns import AnswerLatency, SimEpisodes
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import Prompt
@@ -271,7 +271,7 @@ def test_a_run_of_episodes_predicts_itself(preset: Any) -> None:
         schedule=ScheduleConfig(preset=preset, chunk_tokens=8),
         environment=EnvironmentConfig(sources=("tools.py:add",)),
     )
-    waits = Episodes(wait_s=Waits(median=2, p95=9), answer_tokens=Uniform(low=1, high=4))
+    waits = SimEpisodes(wait_s=AnswerLatency(median=2, p95=9), answer_tokens=Uniform(low=1, high=4))
     described = crowded(config)
     workload = {"max_new_tokens": 100, "episodes": waits}
     cluster = described.model_copy(

@@ -35,7 +35,14 @@ from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.resources import Device, SimWorker
 from stretto.runtime.sim.sim_roles import SimScorer
 from stretto.runtime.sim.simulate import simulate
-from stretto.runtime.sim.turns import Episodes, SimEnvironment, Turn, Turns, Waits, turn_of
+from stretto.runtime.sim.turns import (
+    AnswerLatency,
+    SimEnvironment,
+    SimEpisodes,
+    SimTurn,
+    Turns,
+    turn_of,
+)
 from stretto.schedules.rollout import Rollout
 from stretto.types import Chunk, FinishReason, Prompt, Sampling
 
@@ -48,8 +55,8 @@ COST = GeneratorCost(
     cache_bytes=1.0,
 )
 TURNS = {
-    0: [Turn(3, 5.0, 2), Turn(4, 0.0, 0)],
-    1: [Turn(2, 1.0, 1), Turn(1, 2.0, 3), Turn(6, 0.0, 0)],
+    0: [SimTurn(3, 5.0, 2), SimTurn(4, 0.0, 0)],
+    1: [SimTurn(2, 1.0, 1), SimTurn(1, 2.0, 3), SimTurn(6, 0.0, 0)],
 }
 
 
@@ -100,7 +107,7 @@ async def play(
 
 
 def test_turns_depend_on_seed_and_rollout_alone() -> None:
-    episodes = Episodes(turns=Uniform(low=1, high=5), wait_s=Waits(median=0.5, p95=5.0))
+    episodes = SimEpisodes(turns=Uniform(low=1, high=5), wait_s=AnswerLatency(median=0.5, p95=5.0))
     lengths = Lognormal(median=100, p95=300)
     turns = Turns(episodes, lengths, 3)
     forward = [turns(i) for i in range(30)]
@@ -115,24 +122,24 @@ def test_turns_depend_on_seed_and_rollout_alone() -> None:
 
 
 def test_waits_have_the_percentiles_they_are_made_from() -> None:
-    turns = Turns(Episodes(turns=Uniform(low=2, high=2)), Uniform(low=1, high=1), 0)
+    turns = Turns(SimEpisodes(turns=Uniform(low=2, high=2)), Uniform(low=1, high=1), 0)
     waits = [turns(i)[0].wait_s for i in range(20_000)]
     assert np.percentile(waits, 50) == pytest.approx(0.5, rel=0.05)
     assert np.percentile(waits, 95) == pytest.approx(5.0, rel=0.1)
-    assert Waits(median=0, p95=0).quantile(0.9) == 0.0
+    assert AnswerLatency(median=0, p95=0).quantile(0.9) == 0.0
     with raises(ConfigError, "p95-below-median"):
-        recipes.build({"median": 2.0, "p95": 1.0}, "waits", Waits)
+        recipes.build({"median": 2.0, "p95": 1.0}, "waits", AnswerLatency)
 
 
 def test_recorded_turns_start_over() -> None:
     recorded = (((3, 0.5, 2), (4, 0.0, 0)), ((5, 0.0, 0),))
-    turns = Turns(Episodes(recorded=recorded), Uniform(), 0)
+    turns = Turns(SimEpisodes(recorded=recorded), Uniform(), 0)
     assert [len(turns(i)) for i in range(4)] == [2, 1, 2, 1]
-    assert turns(2)[0] == Turn(3, 0.5, 2)
+    assert turns(2)[0] == SimTurn(3, 0.5, 2)
 
 
 def test_mean_tokens_count_turns_and_answers() -> None:
-    episodes = Episodes(turns=Uniform(low=3, high=3), answer_tokens=Uniform(low=7, high=7))
+    episodes = SimEpisodes(turns=Uniform(low=3, high=3), answer_tokens=Uniform(low=7, high=7))
     fixed = {"prompt_tokens": Uniform(low=10, high=10), "response_tokens": Uniform(low=5, high=5)}
     assert Workload(episodes=episodes, **fixed).mean_tokens == 10 + 3 * 5 + 2 * 7
     assert Workload(episodes=episodes, max_new_tokens=20, **fixed).mean_tokens == 10 + 20
@@ -289,7 +296,7 @@ def described(preset: PresetName = "sync", **workload: Any) -> Cluster:
     """A second a step of decoding, and one for training; episodes 0 and 1 of TURNS in turn."""
     recorded = tuple(tuple(tuple(turn) for turn in TURNS[i]) for i in (0, 1))
     given: dict[str, Any] = {"batch": 2, "steps": 2, "max_new_tokens": 1000}
-    given |= {"prompt_tokens": Uniform(low=10, high=10), "episodes": Episodes(recorded=recorded)}
+    given |= {"prompt_tokens": Uniform(low=10, high=10), "episodes": SimEpisodes(recorded=recorded)}
     return Cluster(
         generators=(GeneratorRole(cost=COST),),
         scorers=(ScorerRole(name="reward", devices=(1,), cost=PrefillCost(token_s=0.001)),),
@@ -313,7 +320,7 @@ def test_turns_in_lockstep_by_hand() -> None:
 
 
 def test_waits_are_filled_by_what_overlaps_them() -> None:
-    waits = Episodes(wait_s=Waits(median=10, p95=100))
+    waits = SimEpisodes(wait_s=AnswerLatency(median=10, p95=100))
     workload = {"batch": 16, "steps": 8, "episodes": waits, "max_new_tokens": 512}
     lengths = {"response_tokens": Lognormal(median=20, p95=60)}
     took = {
@@ -325,7 +332,7 @@ def test_waits_are_filled_by_what_overlaps_them() -> None:
 
 @pytest.mark.parametrize("preset", ["sync", "oppo", "stretto"])
 def test_each_schedule_trains_on_the_very_same_episodes(preset: PresetName) -> None:
-    workload = {"batch": 4, "steps": 6, "samples_per_prompt": 2, "episodes": Episodes()}
+    workload = {"batch": 4, "steps": 6, "samples_per_prompt": 2, "episodes": SimEpisodes()}
     cluster = described(preset, **workload, response_tokens=Lognormal(median=20, p95=60))
     turns = cluster.workload.turns
     assert turns
@@ -342,7 +349,7 @@ def test_each_schedule_trains_on_the_very_same_episodes(preset: PresetName) -> N
 
 
 def test_rewards_of_the_environment_are_the_score() -> None:
-    rewarded = Episodes(rewarded=True)
+    rewarded = SimEpisodes(rewarded=True)
     cluster = described(episodes=rewarded, rewards=(1.0, 3.0, 5.0, 7.0))
     cluster = cluster.model_copy(update={"scorers": ()})
     scores = [step["objective/scores"] for step in simulate(cluster).steps]
@@ -353,7 +360,7 @@ def test_room_that_is_short_costs_less_where_what_waits_is_let_go() -> None:
     """Prefilling dear, copying cheap, room for some of what waits: auto reads least again."""
     cost = COST.model_copy(update={"cache_tokens": 1500, "offload": TransferCost(bytes_per_s=1e4)})
     workload: dict[str, Any] = {"batch": 16, "steps": 6, "max_new_tokens": 512}
-    workload |= {"episodes": Episodes(wait_s=Waits(median=20, p95=200))}
+    workload |= {"episodes": SimEpisodes(wait_s=AnswerLatency(median=20, p95=200))}
     workload |= {"response_tokens": Lognormal(median=20, p95=60)}
     prefilled = {}
     for hold in ("keep", "offload", "remake", "auto"):

@@ -19,7 +19,7 @@ from stretto.serving.requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    Limits,
+    RequestLimits,
     parsed,
     read_json,
 )
@@ -164,7 +164,7 @@ BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_an_episode_takes_what_frameworks_send(name: str) -> None:
     body, ignored = BODIES[name]
     noted: list[str] = []
-    asked = parsed(ChatRequest, body, Limits(note=noted.extend))
+    asked = parsed(ChatRequest, body, RequestLimits(note=noted.extend))
     assert noted == ignored
     assert [m.role for m in asked.messages] == [m["role"] for m in body["messages"]]
     for message, given in zip(asked.messages, body["messages"], strict=True):
@@ -191,7 +191,7 @@ def test_a_server_names_the_first_field_that_it_cannot_honour(name: str) -> None
 
 
 def test_requests_that_can_never_fit_are_refused_before_work() -> None:
-    limits = Limits(answers=4, tokens=10, characters=50)
+    limits = RequestLimits(answers=4, tokens=10, characters=50)
     few: list[tuple[Any, dict[str, Any], str]] = [
         (CompletionRequest, {"prompt": ["a"] * 5}, "too_many_answers"),
         (CompletionRequest, {"prompt": [[1]] * 3, "n": 2}, "too_many_answers"),
@@ -224,13 +224,13 @@ def test_requests_that_can_never_fit_are_refused_before_work() -> None:
 
 def test_json_that_is_too_much_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "MOST_VALUES", 3)
-    few = Limits(tokens=4)
+    few = RequestLimits(tokens=4)
     assert read_json(b'{"a": [{}]}', few) == {"a": [{}]}
     for raw, status in ((b'{"a": [{}, {}]}', 413), (b"[" * 3, 400), (b'{"a": "\xff"}', 400)):
         with pytest.raises(ApiError) as refused:
             read_json(raw, few)
         assert refused.value.status == status
-    assert read_json(b'{"a": [{}, {}]}', Limits(tokens=5)) == {"a": [{}, {}]}
+    assert read_json(b'{"a": [{}, {}]}', RequestLimits(tokens=5)) == {"a": [{}, {}]}
     with pytest.raises(TaskError):
         read_json(b'{"a": "\\udc00"}')
 
@@ -280,7 +280,7 @@ def test_connections_end_and_clients_leave_without_a_word(
     from starlette.routing import Route
 
     from stretto.serving import connections
-    from stretto.serving.app import Server
+    from stretto.serving.app import ModelServer
     from stretto.serving.streams import AsyncEngine
 
     monkeypatch.setattr(connections, "IDLE_S", 0.3)
@@ -292,7 +292,7 @@ def test_connections_end_and_clients_leave_without_a_word(
         return Response("late")
 
     async def work() -> None:
-        server = Server(AsyncEngine(None, 100, 4), byte_tokenizer(), "own").app  # type: ignore
+        server = ModelServer(AsyncEngine(None, 100, 4), byte_tokenizer(), "own").app  # type: ignore
         app = Starlette(routes=[Route("/slow", slow), *server.routes])
         app.exception_handlers = server.exception_handlers
         config = connections.server_config(app)
@@ -358,7 +358,7 @@ def test_a_long_prompt_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyP
 
     async def work() -> None:
         engine: Any = AsyncEngine(None, 1000, 4)  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(app.Server(engine, byte_tokenizer(), "own").app)
+        transport = httpx.ASGITransport(app.ModelServer(engine, byte_tokenizer(), "own").app)
         async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
             for prompt in ("a" * 1001, ["a" * 4500] * 4):
                 body = {"prompt": prompt}

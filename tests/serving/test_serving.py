@@ -32,7 +32,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.runs import checkpoint
 from stretto.scoring.response_buffer import response_text
 from stretto.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
-from stretto.serving.streams import AsyncEngine, Request, ThreadGenerator
+from stretto.serving.streams import AsyncEngine, GenerationRequest, ThreadGenerator
 from stretto.serving.texts import GrowingText
 from stretto.types import Chunk, Decoded, FinishReason, Response, Sampling, WeightsRef
 from stretto.workers.threads import WorkerThread
@@ -108,7 +108,7 @@ def driven(
 async def collected(engine: AsyncEngine, *limits: int) -> list[list[tuple[int, int]]]:
     """Tokens of the answers, with the version that each is of."""
     found: list[list[tuple[int, int]]] = [[] for _ in limits]
-    stream = engine.submit([Request((1, 2), Sampling(limit)) for limit in limits])
+    stream = engine.submit([GenerationRequest((1, 2), Sampling(limit)) for limit in limits])
     async for number, chunk in stream.chunks():
         found[number] += [(t, chunk.version) for t in chunk.tokens.tolist()]
     return found
@@ -129,14 +129,16 @@ def test_requests_enter_while_others_are_decoded() -> None:
 
 def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
     async def work(engine: AsyncEngine, generator: Counting) -> None:
-        stream = engine.submit([Request((1,), Sampling(90)), Request((1,), Sampling(4))])
+        stream = engine.submit(
+            [GenerationRequest((1,), Sampling(90)), GenerationRequest((1,), Sampling(4))]
+        )
         with closing(stream):
             async for number, chunk in stream.chunks():
                 if number == 0 and chunk.start == 1:
                     stream.abort(0)
                 elif number == 1 and chunk.finish:
                     break
-        leaving = engine.submit([Request((1,), Sampling(90))])
+        leaving = engine.submit([GenerationRequest((1,), Sampling(90))])
         while len(generator.calls) < 3:
             await asyncio.sleep(0)
         leaving.close()  # before anything of it was read
@@ -169,12 +171,12 @@ def test_every_answer_is_of_one_version() -> None:
 def test_too_many_and_too_long_requests_are_refused() -> None:
     async def work(engine: AsyncEngine, generator: Counting) -> None:
         with raises(EngineError, "context-length", "101 tokens"):
-            engine.submit([Request((1,) * 98, Sampling(3))])
+            engine.submit([GenerationRequest((1,) * 98, Sampling(3))])
         first = asyncio.create_task(collected(engine, 9, 9))
         while not generator.held:
             await asyncio.sleep(0)
         with raises(EngineError, "too-many-requests", "2 requests", "at most 3"):
-            engine.submit([Request((1,), Sampling(3))] * 2)
+            engine.submit([GenerationRequest((1,), Sampling(3))] * 2)
         await first
         assert len(await collected(engine, 1, 1, 1)) == 3
 
@@ -187,7 +189,7 @@ def test_an_engine_that_fails_ends_all_answers() -> None:
         with raises(EngineError, "engine-stopped"):
             await collected(engine, 3)
         with raises(EngineError, "engine-stopped"):
-            engine.submit([Request((1,), Sampling(3))])
+            engine.submit([GenerationRequest((1,), Sampling(3))])
 
     driven(work)
 
@@ -310,13 +312,13 @@ def answered(
     """Let a client work with the application, without a network."""
     pytest.importorskip("starlette")
     http = pytest.importorskip("httpx2")
-    from stretto.serving.app import Server
+    from stretto.serving.app import ModelServer
 
     async def both() -> None:
         thread, policy = WorkerThread("generator", 1), opened(folder, longest)
         engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 8)
         tokenizer = options.pop("tokenizer", policy.tokenizer)
-        app = Server(engine, tokenizer, "own", **options).app
+        app = ModelServer(engine, tokenizer, "own", **options).app
         running = asyncio.create_task(engine.run())
         transport = http.ASGITransport(app)
         try:
@@ -579,7 +581,7 @@ def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool, ea
     where the first thing sent already fails.
     """
     pytest.importorskip("starlette")
-    from stretto.serving.app import Server
+    from stretto.serving.app import ModelServer
 
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": stream}).encode()
     http = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
@@ -591,7 +593,7 @@ def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool, ea
         thread = WorkerThread("generator", 1)
         policy = open_policy(str(tiny_folder), RolloutConfig(batch=1), **EXACT)
         engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 1)
-        app = Server(engine, policy.tokenizer, "own").app
+        app = ModelServer(engine, policy.tokenizer, "own").app
         running = asyncio.create_task(engine.run())
         events = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -611,7 +613,7 @@ def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool, ea
             await app({**http, **place}, receive, send)
         while policy.engine._held:  # until its next token
             await asyncio.sleep(0)
-        engine.submit([Request((1,), Sampling(1))])  # there is room again
+        engine.submit([GenerationRequest((1,), Sampling(1))])  # there is room again
         running.cancel()
         thread.stop()
 

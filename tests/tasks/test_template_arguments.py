@@ -17,8 +17,8 @@ from raising import raises
 from stretto.config import DemonstrationsConfig, TaskConfig, recipes
 from stretto.config.sections import ARGUMENTS, RESERVED_ARGUMENTS
 from stretto.environments.bridge import Bridge
-from stretto.environments.sessions import Bridges, Limits, Sessions
-from stretto.environments.templates import Shape
+from stretto.environments.sessions import Bridges, EpisodeLimits, Sessions
+from stretto.environments.templates import TemplateShape
 from stretto.errors import ConfigError, TaskError
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.tasks import TaskRow
@@ -203,7 +203,7 @@ def test_a_program_reads_with_the_arguments_of_the_run_and_of_its_row() -> None:
     said: list[str] = []
     encoder = Encoder(tokenizer_of(), {"thinking": True, "b": 2})
     bridges = Bridges(encoder, frozenset())
-    sessions = Sessions(bridges, encoder, Limits(400, 400), said.append)
+    sessions = Sessions(bridges, encoder, EpisodeLimits(400, 400), said.append)
     turns = [Message(role="user", content="2+2?")]
     for own, text in (({}, OPEN), ({"thinking": False}, SHUT)):
         prompt = Prompt(0, (65,), "A", data={ARGUMENTS: own})
@@ -283,5 +283,5 @@ def test_the_ends_of_turns_are_read_with_the_arguments() -> None:
     )
     tokenizer = tokenizer_of(template)
     for own, end in (({}, "<|im_end|>"), ({"short": True}, "<eos>")):
-        shape = Shape(Encoder(tokenizer, own), reads_calls=False)
+        shape = TemplateShape(Encoder(tokenizer, own), reads_calls=False)
         assert shape.ends == {tokenizer.convert_tokens_to_ids(end)}

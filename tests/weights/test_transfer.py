@@ -99,8 +99,8 @@ def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) ->
         made.append(f"{group.route.prefix} {group.route.rank}")
         joined(group)
 
-    joined = transfer._Group._join
-    monkeypatch.setattr(transfer._Group, "_join", join)
+    joined = transfer._TransferGroup._join
+    monkeypatch.setattr(transfer._TransferGroup, "_join", join)
     sender = WeightSender(CPU, 64, keep=2)
     models = {
         "actor": WeightReceiver(tensors(0.0), CPU, 64),
@@ -222,7 +222,8 @@ def test_nothing_is_sent_before_all_that_receive_have_begun(
     store, port = open_store("127.0.0.1")
     sender, receiver = WeightSender(CPU, 64, keep=1), WeightReceiver(tensors(0.0), CPU, 64)
     way, other = routes(port, 2)
-    waiting, exchange, await_ = threading.Event(), transfer._Group.exchange, transfer._Group._await
+    waiting = threading.Event()
+    exchange, await_ = transfer._TransferGroup.exchange, transfer._TransferGroup._await
     sent: list[int] = []
 
     def noted(group: Any, *args: Any) -> Any:
@@ -234,8 +235,8 @@ def test_nothing_is_sent_before_all_that_receive_have_begun(
             waiting.set()
         await_(group, keys)
 
-    monkeypatch.setattr(transfer._Group, "exchange", noted)
-    monkeypatch.setattr(transfer._Group, "_await", waits)
+    monkeypatch.setattr(transfer._TransferGroup, "exchange", noted)
+    monkeypatch.setattr(transfer._TransferGroup, "_await", waits)
     for version in (1, 2):
         ref = replace(REF, version=version)
         sender.put(ref, tensors(float(version)))
@@ -324,13 +325,13 @@ def synced(
 def test_several_sources_send_their_parts_over_one_group(
     monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
-    made, joined = list[int](), transfer._Group._join
+    made, joined = list[int](), transfer._TransferGroup._join
 
     def join(group: Any) -> None:
         made.append(group.route.rank)
         joined(group)
 
-    monkeypatch.setattr(transfer._Group, "_join", join)
+    monkeypatch.setattr(transfer._TransferGroup, "_join", join)
     store, port = open_store("127.0.0.1")
     ways = Meeting("127.0.0.1", port, 20.0).routes("weights/actor", 1, 5, sources=3)
     senders, receivers = sources(3.0, bucket), [receiver_of(bucket) for _ in range(2)]
@@ -410,14 +411,14 @@ def test_weights_are_read_and_sent_on_a_stream_of_their_own(
     store, port = open_store("127.0.0.1")
     sender, receiver = WeightSender(CPU, 64, keep=1), WeightReceiver(tensors(0.0), CPU, 64)
     sender.put(REF, tensors(1.0))
-    exchange = transfer._Group.exchange
+    exchange = transfer._TransferGroup.exchange
 
     def noted(group: Any, *args: Any) -> Any:
         if threading.current_thread() is sending:
             recorder.events.append(f"{recorder.current} sends")
         return exchange(group, *args)
 
-    monkeypatch.setattr(transfer._Group, "exchange", noted)
+    monkeypatch.setattr(transfer._TransferGroup, "exchange", noted)
     ways = routes(port, 2)
     receiver.expect(REF, sender.plan(REF).mark, ways[1])
     sending = threading.Thread(target=lambda: sender.send(REF, ways[0]))

@@ -16,7 +16,7 @@ from stretto.planner.memory_model import HALF
 from stretto.saying import LOADING, Say, working
 
 if TYPE_CHECKING:
-    from stretto.planner.measuring import MeasuredModel, Sizes
+    from stretto.planner.measuring import MeasuredModel, WorkSizes
 
 NOT_MEASURED = "Not measured: links.between_bytes_per_s (between machines), assumed.usable"
 NOTE = f"""Figures of a machine, for 'stretto plan --hardware FILE'; they may be edited.
@@ -28,7 +28,7 @@ def calibrate(
     settings: Settings,
     file: str | Path,
     *,
-    sizes: Sizes | None = None,
+    sizes: WorkSizes | None = None,
     command: str = "",
     say: Say = print,
 ) -> Hardware:
@@ -43,13 +43,13 @@ def calibrate(
 
         from stretto.assembly.run_models import prepare_torch
         from stretto.models.backend import pick_device
-        from stretto.planner.measuring import Sizes, device_of, measured, model_to_measure
+        from stretto.planner.measuring import WorkSizes, device_of, measured, model_to_measure
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
     prepare_torch(config.seed, config.threads)
     try:
-        sizes = sizes or Sizes.of(pick_device(config.model.device))
+        sizes = sizes or WorkSizes.of(pick_device(config.model.device))
         model = model_to_measure(config, max(sizes.training), say)
         device = device_of(model)
         for line in _head(model, device):

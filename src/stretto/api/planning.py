@@ -34,8 +34,8 @@ from stretto.types import short_name
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate, PlanSpec
-    from stretto.planner.plan_search import Found
-    from stretto.runtime.sim.turns import Episodes
+    from stretto.planner.plan_search import SearchOutcome
+    from stretto.runtime.sim.turns import SimEpisodes
 
 PLANNED = (
     *("sync", "oppo", "oppo-no-intra", "oppo-no-inter", "async", "async-overcommit"),
@@ -111,7 +111,7 @@ class Plan:
 
     config: Config
     spec: PlanSpec
-    found: Found
+    found: SearchOutcome
     assumed: tuple[str, ...] = ()
 
 
@@ -333,9 +333,9 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
     }
 
 
-def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episodes | None:
+def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> SimEpisodes | None:
     """Return the turns and waits to plan for, ``None`` if responses have one turn."""
-    from stretto.runtime.sim.turns import Episodes
+    from stretto.runtime.sim.turns import SimEpisodes
 
     ranges = {
         "turns": _two("turns", options.turns, "the fewest and the most"),
@@ -364,7 +364,7 @@ def _episodes(config: Config, options: PlanOptions, assumed: list[str]) -> Episo
     label = ", ".join(
         f"`{name} = {first:g} {second:g}`" for name, (first, second) in ranges.items()
     )
-    return recipes.build(settings, label, Episodes)
+    return recipes.build(settings, label, SimEpisodes)
 
 
 def _two(

@@ -14,9 +14,9 @@ from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RewardConfig
 from stretto.config.sections import reward_source
 from stretto.environments.bridge import Bridge
 from stretto.environments.executors import (
+    EnvironmentExecutor,
     EnvironmentProcess,
     LocalEnvironment,
-    Place,
     close_all,
     locate_source,
     settings_of,
@@ -24,8 +24,8 @@ from stretto.environments.executors import (
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment
 from stretto.environments.renderer import open_bridge
 from stretto.environments.role import EnvironmentRole
-from stretto.environments.sessions import Bridges, Limits, Sessions
-from stretto.environments.templates import Shape
+from stretto.environments.sessions import Bridges, EpisodeLimits, Sessions
+from stretto.environments.templates import TemplateShape
 from stretto.errors import ConfigError, require
 from stretto.protocols import Environment
 from stretto.saying import Say, working
@@ -95,7 +95,7 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     if not config.environment.sources or not tokenizer.chat_template:
         return frozenset()
     encoder = Encoder(tokenizer, config.task.template_arguments)
-    return Shape(encoder, reads_calls=False).ends
+    return TemplateShape(encoder, reads_calls=False).ends
 
 
 def bridge_for(
@@ -124,7 +124,7 @@ def bridge_for(
 
 def _programs(
     config: Config,
-    places: Sequence[Place],
+    places: Sequence[EnvironmentExecutor],
     prompts: PromptSource,
     stack: ExitStack,
     overrides: Overrides,
@@ -141,7 +141,9 @@ def _programs(
     bridges = Bridges(prompts.encoder, ends, rollout.stop)
     sampling = (rollout.temperature, rollout.top_k, rollout.top_p)
     max_new_tokens = rollout.max_new_tokens
-    limits = Limits(max_prompt_tokens, max_new_tokens, settings.on_break, sampling, rollout.stop)
+    limits = EpisodeLimits(
+        max_prompt_tokens, max_new_tokens, settings.on_break, sampling, rollout.stop
+    )
     sessions = Sessions(bridges, prompts.encoder, limits, say)
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
@@ -178,11 +180,11 @@ NOTHING_LOOKS = Looking()
 
 def open_places(
     settings: EnvironmentConfig, objects: Mapping[str, Any], looking: Looking = NOTHING_LOOKS
-) -> Sequence[Place]:
+) -> Sequence[EnvironmentExecutor]:
     """Start the hosts of episodes: processes, or this process for objects."""
     instances = {name: objects[name] for name in settings.sources if name in objects}
     names = [name for name in settings.sources if name not in objects]
-    places: list[Place]
+    places: list[EnvironmentExecutor]
     if instances and names:
         raise ConfigError(
             f"`environment.sources`: '{names[0]}' is a name, and '{next(iter(instances))}' an "

@@ -28,7 +28,7 @@ _NEEDED_SIZES = ("actor", "critic", "actor_stages", "critic_stages", "micro_batc
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """Sizes of the two models of a problem, and their parallelism.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sizes:
     communication_us: int = 0
 
 
-@takes(Sizes)
+@takes(ModelSizes)
 def command_pipeline(
     problem: Annotated[str, arg(metavar="[FILE]")] = "",
     /,
@@ -84,7 +84,7 @@ def command_pipeline(
         draw: File for a picture: timeline and memory, as .svg, .png or .html.
     """
     _check_files(schedule, draw)
-    posed, units = _problem(problem, Sizes(**sizes), capacity)
+    posed, units = _problem(problem, ModelSizes(**sizes), capacity)
     with working(on_stderr, f"compiling, then searching for {seconds:g} s at most"):
         from stretto.pipelines.solve import solve
 
@@ -117,12 +117,12 @@ def _check_files(schedule: str, draw: str) -> None:
         require_png()
 
 
-def _problem(file: str, sizes: Sizes, capacity: float | None) -> tuple[Problem, Units]:
+def _problem(file: str, sizes: ModelSizes, capacity: float | None) -> tuple[Problem, Units]:
     from stretto.pipelines.problem import Problem
     from stretto.pipelines.sizes import UNITS, Parallel, Units, make_problem
 
     if file:
-        size_names = [f.name for f in fields(Sizes) if getattr(sizes, f.name) != f.default]
+        size_names = [f.name for f in fields(ModelSizes) if getattr(sizes, f.name) != f.default]
         if size_names:
             raise ConfigError(f"a file says all of the problem: leave out {_flags(size_names)}")
         problem = Problem.read(file)

@@ -109,7 +109,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from stretto.serving.app import Server
+    from stretto.serving.app import ModelServer
     from stretto.serving.connections import server_config
     from stretto.serving.streams import AsyncEngine, ThreadGenerator
     from stretto.workers.threads import WorkerThread
@@ -123,7 +123,7 @@ async def _serve(
         # Without this, a web page could use the keyless server through a domain name that leads
         # here.
         local_only = is_loopback(host) and not key
-        app = Server(
+        app = ModelServer(
             engine,
             policy.tokenizer,
             policy.name,

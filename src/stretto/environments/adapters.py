@@ -26,7 +26,14 @@ from stretto.environments.made import (
     made,
 )
 from stretto.environments.object_threads import ObjectThread
-from stretto.environments.results import Opening, Step, error_text, read_opening, read_step, summed
+from stretto.environments.results import (
+    Opening,
+    TurnResult,
+    error_text,
+    read_opening,
+    read_step,
+    summed,
+)
 from stretto.environments.running import CallError, Runner
 from stretto.environments.tools import Results, Tool, ToolSet, schema_of
 from stretto.errors import ConfigError, RewardError
@@ -75,7 +82,7 @@ class Episode(ABC):
         """Begin with the messages of the prompt."""
 
     @abstractmethod
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> TurnResult:
         """Answer a turn."""
 
     async def finish(self) -> float | None:
@@ -330,13 +337,15 @@ class _Functions(Episode):
             self._instances[name] = await tool.create(self._row, self._run)
         return Opening()
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> TurnResult:
         if turn["finish"] == "length" or not turn["calls"]:
-            return Step(done=True)
+            return TurnResult(done=True)
         verl_tools = {name: tool.call(self._instances[name]) for name, tool in self._verl.items()}
         tools = ToolSet({**self._tools, **verl_tools}, self._run, self._results)
         messages, records = await tools.answer(turn["calls"])
-        return Step(messages, reward=summed(*(r.get("reward") for r in records)), calls=records)
+        return TurnResult(
+            messages, reward=summed(*(r.get("reward") for r in records)), calls=records
+        )
 
     async def finish(self) -> float | None:
         instances = self._instances.items()
@@ -417,13 +426,13 @@ class _Trl(Episode):
         self.sound = True
         return read_opening(observation)
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> TurnResult:
         if turn["finish"] == "length" or not turn["calls"]:
-            return Step(done=True)
+            return TurnResult(done=True)
         assert self._tools
         messages, records = await self._tools.answer(turn["calls"])
         self.sound &= not any(record.get("timed_out") for record in records)
-        return Step(messages, calls=records)
+        return TurnResult(messages, calls=records)
 
     async def finish(self) -> float | None:
         get_reward = getattr(self.environment, "get_reward", None)
@@ -483,16 +492,16 @@ class _Made(Episode):
     async def _call(self, call: Callable[[], Any]) -> Any:
         return await self._run(call, self.environment, self.thread)
 
-    async def _step(self, action: Any) -> Step:
+    async def _step(self, action: Any) -> TurnResult:
         """Step the environment. An error is an observation, an unreadable result a failure."""
         try:
             return read_step(await self._call(partial(self.environment.step, action)))
         except CallError as error:
             message = {"role": "user", "content": error_text(str(error))}
-            return Step([message], calls=[_failed_step(error.place)])
+            return TurnResult([message], calls=[_failed_step(error.place)])
         except RewardError as error:
             failure = f"the environment's step: {error}"
-            return Step(done=True, calls=[_failed_step(str(error))], failure=failure)
+            return TurnResult(done=True, calls=[_failed_step(str(error))], failure=failure)
 
     async def close(self) -> None:
         environment, close = self.environment, getattr(self.environment, "close", None)
@@ -512,7 +521,7 @@ class _Own(_Made):
         opening = await self._call(partial(self.environment.open, dict(self._row)))
         return _apart(read_opening(opening), messages)
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> TurnResult:
         calls = [SimpleNamespace(**call) for call in turn["calls"]]
         return await self._step(SimpleNamespace(**{**turn, "calls": calls}))
 
@@ -539,7 +548,7 @@ class _Stepped(_Made):
             return Opening() if opening == text else _apart(read_opening(opening), messages)
         return _apart(read_opening(result, replaces=begin == "init"), messages)
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> TurnResult:
         parameters = parameters_of(self.environment.step)
         if "states" in parameters:
             action: Any = {
@@ -576,7 +585,7 @@ class _Chosen(Episode):
         opening.tools = [*self._tools, *(opening.tools or ())] or None
         return opening
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> TurnResult:
         return await self._episode.step(turn)
 
     async def finish(self) -> float | None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from stretto.config.sections import ARGUMENTS
 from stretto.environments.calls import CallFormat, ToolCall, find_calls
-from stretto.environments.templates import QUESTION, Shape, made_up, made_up_call, names_of
+from stretto.environments.templates import QUESTION, TemplateShape, made_up, made_up_call, names_of
 from stretto.errors import ConfigError, TaskError
 from stretto.scoring.response_buffer import before_stop
 from stretto.tasks.encode import MARK, Encoder, template_accepts
@@ -119,7 +119,7 @@ class Bridge:
         self._tools = tuple(tools)
         self._stop = tuple(stop)
         self._end_tokens, reads_calls = end_tokens, bool(tools) and self._reads_calls
-        self._shape = Shape(encoder, reads_calls=reads_calls, arguments=arguments)
+        self._shape = TemplateShape(encoder, reads_calls=reads_calls, arguments=arguments)
         self._others: dict[str, Bridge] = {}
         eos = encoder.tokenizer.eos_token_id
         self._ends = end_tokens | self._shape.ends | ({eos} if eos is not None else set())

@@ -46,7 +46,7 @@ class ToolCall:
     reason: str = ""
 
 
-class Found(NamedTuple):
+class LocatedCall(NamedTuple):
     """A call with its (start, end) in the text. Calls of one list share them."""
 
     start: int
@@ -120,7 +120,7 @@ def format_of(written: str, name: str, arguments: Mapping[str, Any]) -> CallForm
 
 def find_calls(
     escaped: str, plain: str, form: CallFormat, *, names: Collection[str] = (), ended: bool = True
-) -> list[Found]:
+) -> list[LocatedCall]:
     """Return the calls in a text.
 
     Args:
@@ -132,7 +132,9 @@ def find_calls(
     reader = _Reader(escaped, plain, form, names, ended)
     calls = list(reader.marked() if form.opening.strip() else reader.bare())
     numbered_calls = numbered([call for _, _, call in calls])
-    return [Found(f.start, f.end, call) for f, call in zip(calls, numbered_calls, strict=True)]
+    return [
+        LocatedCall(f.start, f.end, call) for f, call in zip(calls, numbered_calls, strict=True)
+    ]
 
 
 @dataclass
@@ -149,7 +151,7 @@ class _Reader:
             object_pairs_hook=_without_duplicates, parse_constant=_no_number, parse_float=_finite
         )
 
-    def marked(self) -> Iterator[Found]:
+    def marked(self) -> Iterator[LocatedCall]:
         opening, at = self.form.opening.strip(), 0
         while (start := self.escaped.find(opening, at)) >= 0:
             value, json_end, wrong = self._read(start + len(opening))
@@ -158,9 +160,9 @@ class _Reader:
                 wrong = "text follows the JSON"
             raw = self.plain[start:at]
             for call in self._calls(value, raw, closed, wrong):
-                yield Found(start, at, call)
+                yield LocatedCall(start, at, call)
 
-    def bare(self) -> Iterator[Found]:
+    def bare(self) -> Iterator[LocatedCall]:
         at = _end(_BLANK, self.plain, 0)
         if not self.plain.startswith("{", at):
             return
@@ -175,7 +177,7 @@ class _Reader:
                 follows = json_end = len(self.plain)
             closed = self.ended or (follows < len(self.plain) and not wrong)
             for call in self._calls(value, self.plain[at:json_end], closed, wrong):
-                yield Found(at, json_end, call)
+                yield LocatedCall(at, json_end, call)
             at = follows
 
     def _read(self, start: int) -> tuple[Any, int, str]:

@@ -44,7 +44,7 @@ def locate_source(name: str) -> dict[str, str]:
     return outside.locate(name, SETTING)
 
 
-class Place(Protocol):
+class EnvironmentExecutor(Protocol):
     """A home of episodes: a process, or threads of this one. ``ready`` describes the source."""
 
     ready: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Place(Protocol):
         """Close open episodes, for a few seconds at most, and end it."""
 
 
-async def answer_of(place: Place, body: Mapping[str, Any]) -> Answer:
+async def answer_of(place: EnvironmentExecutor, body: Mapping[str, Any]) -> Answer:
     """Send a request and check the place until it has answered. Raises ProcessLostError."""
     answer = asyncio.wrap_future(place.ask(body))
     while not answer.done():
@@ -72,7 +72,7 @@ async def answer_of(place: Place, body: Mapping[str, Any]) -> Answer:
     return answer.result()
 
 
-def close_all(places: Sequence[Place]) -> None:
+def close_all(places: Sequence[EnvironmentExecutor]) -> None:
     with ThreadPoolExecutor(len(places)) as pool:
         for closing in [pool.submit(place.close) for place in places]:
             closing.result()
@@ -89,7 +89,7 @@ class EnvironmentProcess(Child):
         self._starting = Lock()
 
     def start(self) -> Mapping[str, Any]:
-        """Start it unless it runs (see :class:`Place`)."""
+        """Start it unless it runs (see :class:`EnvironmentExecutor`)."""
         with self._starting:
             if not self.ready:
                 self.ready = super().start()
@@ -101,7 +101,7 @@ class EnvironmentProcess(Child):
         return self.ready
 
     def ask(self, body: Mapping[str, Any]) -> Future[Answer]:
-        """Send a request (see :class:`Place`)."""
+        """Send a request (see :class:`EnvironmentExecutor`)."""
         future: Future[Answer] = Future()
         self._send(body, partial(_settle, future))
         return future

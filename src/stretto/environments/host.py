@@ -14,7 +14,13 @@ from typing import Any, ClassVar, Self
 from stretto.environments.adapters import Episode, Source, recognise
 from stretto.environments.launch import launch
 from stretto.environments.object_threads import needs_main_thread
-from stretto.environments.results import CHARACTERS_PER_TOKEN, Step, bounded, shortened, summed
+from stretto.environments.results import (
+    CHARACTERS_PER_TOKEN,
+    TurnResult,
+    bounded,
+    shortened,
+    summed,
+)
 from stretto.environments.running import CallError, Runner, is_cancelled
 from stretto.errors import ConfigError, RewardError
 from stretto.outside import describe, import_module, member_of
@@ -63,7 +69,7 @@ class EnvironmentHost:
     ::
 
         {"do": "open", "episode": id, "row": {...}, "messages": [...]}  -> an Opening, as a dict
-        {"do": "step", "episode": id, "turn": {...}}                    -> a Step, as a dict
+        {"do": "step", "episode": id, "turn": {...}}                    -> a TurnResult, as a dict
         {"do": "finish", "episode": id}         -> {"reward": number or null, maybe "failure": text}
         {"do": "score", "episode": id, "samples": {source: {...}}}
                                                     -> {"scores": {source: a verdict}}
@@ -172,7 +178,7 @@ class EnvironmentHost:
 
     async def _step(self, body: Mapping[str, Any]) -> dict[str, Any]:
         episode = self._episodes[body["episode"]]
-        step: Step = await episode.step(body["turn"])
+        step: TurnResult = await episode.step(body["turn"])
         step.messages = shortened(step.messages, self._characters)
         answer = {**asdict(step), "calls": plain(step.calls)}
         if step.done:

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.executors import Place, answer_of
+from stretto.environments.executors import EnvironmentExecutor, answer_of
 from stretto.environments.role import limit_of
 from stretto.environments.sessions import Session, Sessions
 from stretto.errors import EpisodeLostError, RewardError, StrettoError
@@ -42,7 +42,7 @@ class ProgramRunner(Protocol):
         """
 
 
-class Server(Protocol):
+class ProgramEndpoint(Protocol):
     """The server that programs send requests to."""
 
     async def start(self) -> None:
@@ -52,7 +52,7 @@ class Server(Protocol):
 class PlacedPrograms:
     """Runs programs in environment processes. All programs of a group share one."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[EnvironmentExecutor]) -> None:
         self._places, self._number = places, count()
 
     async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
@@ -84,7 +84,11 @@ class ProgramEnvironment:
     """An environment of programs, which reach the policy through sessions of a server."""
 
     def __init__(
-        self, runner: ProgramRunner, sessions: Sessions, server: Server, config: EnvironmentConfig
+        self,
+        runner: ProgramRunner,
+        sessions: Sessions,
+        server: ProgramEndpoint,
+        config: EnvironmentConfig,
     ) -> None:
         self._runner = runner
         self._sessions = sessions

@@ -57,7 +57,7 @@ def find_renderer(encoder: Encoder) -> Any:
     if encoder.tokenizer.name_or_path not in base.MODEL_RENDERER_MAP:
         return None
     try:
-        return base.create_renderer(Texts(encoder))
+        return base.create_renderer(PlainTokenizer(encoder))
     except Exception as error:  # it asserts properties of a tokenizer
         raise ConfigError(
             f"the library 'renderers' does not take the tokenizer of "
@@ -67,7 +67,7 @@ def find_renderer(encoder: Encoder) -> Any:
         ) from error
 
 
-class Texts:
+class PlainTokenizer:
     """A tokenizer for renderers, with which no text can spell a control token."""
 
     def __init__(self, encoder: Encoder) -> None:

@@ -23,7 +23,7 @@ _UNREAD = {"metadata", "info", "metrics", "tools", "scores", "extra_logs", "samp
 
 
 @dataclass
-class Step:
+class TurnResult:
     """The answer to a turn: messages, end of the episode, reward, and records of calls."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +63,7 @@ def error_text(said: str) -> str:
     return as_text({"error": said})
 
 
-def read_step(result: Any) -> Step:
+def read_step(result: Any) -> TurnResult:
     """Read the result of ``step`` (shapes of docs/episodes.md). RewardError if malformed."""
     if result is None:
         raise RewardError("it returned None; it must return an observation, or say 'done'")
@@ -142,7 +142,7 @@ def read_messages(observation: Any) -> tuple[list[dict[str, Any]], bool]:
     return [{"role": "user", "content": text}], True
 
 
-def _step(observation: Any, reward: Any, done: bool) -> Step:
+def _step(observation: Any, reward: Any, done: bool) -> TurnResult:
     messages: list[dict[str, Any]] = []
     read_as, is_sequence = "", isinstance(observation, str | list | tuple)
     if observation is not None and not (is_sequence and not observation):
@@ -150,7 +150,9 @@ def _step(observation: Any, reward: Any, done: bool) -> Step:
         if is_text and not isinstance(observation, str):
             kind = type(observation)
             read_as = f"str() of {kind.__module__}.{kind.__qualname__}"
-    return Step(messages, done, None if reward is None else as_number(reward), read_as=read_as)
+    return TurnResult(
+        messages, done, None if reward is None else as_number(reward), read_as=read_as
+    )
 
 
 def _is_content(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.executors import Place, answer_of, close_all
+from stretto.environments.executors import EnvironmentExecutor, answer_of, close_all
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
 from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
 from stretto.plain import plain
@@ -59,7 +59,7 @@ class _Live:
     bridge: Bridge  # with the row's template arguments
     asked: list[Message] = field(default_factory=list)  # messages passed to the environment
     begun: list[Message] = field(default_factory=list)  # messages after its opening
-    starts: int = -1  # ``Place.starts`` when the episode was opened
+    starts: int = -1  # ``EnvironmentExecutor.starts`` when the episode was opened
     number: int = 0
     turns: int = 0
     forks: int = 0
@@ -89,7 +89,7 @@ class EnvironmentRole:
     def __init__(
         self,
         config: EnvironmentConfig,
-        places: Sequence[Place],
+        places: Sequence[EnvironmentExecutor],
         bridge: Bridge,
         encoder: Encoder,
         max_prompt_tokens: int,
@@ -102,7 +102,7 @@ class EnvironmentRole:
         self._judges = judges
         self._episodes: dict[int, _Live] = {}
         self._losses = [0] * len(places)
-        self._lost_starts = [0] * len(places)  # ``Place.starts`` at the last counted loss
+        self._lost_starts = [0] * len(places)  # ``starts`` at the last counted loss
         ready = places[0].ready
         self._functions = ready["kind"] == "functions"
         default_replay = ready["replay"] or ("recorded" if self._functions else "pure")

@@ -76,7 +76,7 @@ _PLAIN = Sampling(1).distribution  # of requests without sampling parameters
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Limits and sampling settings of an episode.
 
     Attributes:
@@ -182,7 +182,7 @@ class Session:
         response: Response,
         bridges: Bridges,
         encoder: Encoder,
-        limits: Limits,
+        limits: EpisodeLimits,
         note: Callable[[Collection[str]], None],
     ) -> None:
         self.key, self.root = key, response.id
@@ -447,7 +447,7 @@ class Sessions:
     """
 
     def __init__(
-        self, bridges: Bridges, encoder: Encoder, limits: Limits, say: Say = silent
+        self, bridges: Bridges, encoder: Encoder, limits: EpisodeLimits, say: Say = silent
     ) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self.base_url = ""

@@ -33,7 +33,7 @@ _TOOL = {
 }
 
 
-class Shape:
+class TemplateShape:
     """Capabilities of a chat template, and conversion of messages to its form.
 
     Attributes:

@@ -27,7 +27,7 @@ from stretto.tasks.encode import Encoder
 from stretto.types import FinishReason, Message, Observation, Prompt, Sampling, episode_of
 
 
-class Episode(NamedTuple):
+class FinishedEpisode(NamedTuple):
     """A finished episode: its samples and its observations."""
 
     samples: Sequence[Rollout]  # the first one, and its forks
@@ -113,7 +113,7 @@ class Tools:
         options: RolloutConfig,
         max_prompt_tokens: int,
         seed: tuple[int, int] | None = None,
-    ) -> Iterator[Episode]:
+    ) -> Iterator[FinishedEpisode]:
         """Decode rollouts turn by turn (see :func:`completed_episodes`)."""
         role = EnvironmentRole(
             self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
@@ -124,11 +124,11 @@ class Tools:
 
 def played(
     engine: Engine, environment: Environment, prompts: Sequence[Prompt], config: Config
-) -> list[Episode]:
+) -> list[FinishedEpisode]:
     """Return an episode for each prompt, in order. RewardError if one has no valid reward."""
     rollouts = [Rollout(n, prompt, prompt.id) for n, prompt in enumerate(prompts)]
     sampling = turn_sampling(config.rollout, config.environment)
-    episodes = dict[int, Episode]()
+    episodes = dict[int, FinishedEpisode]()
     with working(on_stderr, "playing episodes", len(rollouts)) as advance:
         for episode in completed_episodes(engine, environment, rollouts, sampling):
             advance(1)
@@ -144,7 +144,7 @@ def completed_episodes(
     rollouts: Sequence[Rollout],
     sampling: Sampling,
     chunk_tokens: int = 16,
-) -> Iterator[Episode]:
+) -> Iterator[FinishedEpisode]:
     """Decode rollouts with different ids turn by turn. Yield each episode once it has ended.
 
     Turns that end together are answered together, while the engine is idle. The engine must hold no
@@ -192,10 +192,10 @@ class _Episodes:
                 due.append(self.decoding.pop(rollout.id))
         return due
 
-    async def answer(self, due: Sequence[Rollout]) -> list[Episode]:
+    async def answer(self, due: Sequence[Rollout]) -> list[FinishedEpisode]:
         """Open episodes or have their turns answered. Return those that have ended."""
         observations = await asyncio.gather(*map(self._asked, due))
-        episodes, next_samples = list[Episode](), list[Rollout]()
+        episodes, next_samples = list[FinishedEpisode](), list[Rollout]()
         for rollout, o in zip(due, observations, strict=True):
             self._logs[episode_of(rollout.id)].append(o)
             if rollout.turns:
@@ -242,7 +242,7 @@ class _Episodes:
             sample.append(context)
         return sample
 
-    def _end(self, last: Observation) -> Episode:
+    def _end(self, last: Observation) -> FinishedEpisode:
         episode = episode_of(last.rollout_id)
         samples = self._samples.pop(episode)
         for rollout in samples:
@@ -250,4 +250,4 @@ class _Episodes:
             cut = last.ended_by in TOKEN_LIMITS
             rollout.finish = FinishReason.LENGTH if cut else FinishReason.STOP
         self._engine.release([rollout.id for rollout in samples])
-        return Episode(samples, self._logs.pop(episode))
+        return FinishedEpisode(samples, self._logs.pop(episode))

@@ -14,7 +14,7 @@ from stretto.assembly.run_models import NO_OVERRIDES, Overrides, make_actor, pre
 from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
-from stretto.evaluation.episode_generation import Episode, Tools
+from stretto.evaluation.episode_generation import FinishedEpisode, Tools
 from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
     text: str
     tokens: int
     finish: FinishReason
-    episode: Episode | None = None
+    episode: FinishedEpisode | None = None
 
 
 def generate(
@@ -135,7 +135,7 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     return config.model_copy(update={"dtype": kind})
 
 
-def _of_episode(episode: Episode) -> Answer:
+def _of_episode(episode: FinishedEpisode) -> Answer:
     first = episode.samples[0]
     assert first.finish
     turns = [m["content"] for m in episode.messages if m["role"] == "assistant"]

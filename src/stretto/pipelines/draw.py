@@ -12,7 +12,7 @@ from pathlib import Path
 from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.graph import BACKWARD, Graph, make_graph
-from stretto.pipelines.pipeline_schedule import BUBBLES, Evaluation, memory_curve
+from stretto.pipelines.pipeline_schedule import BUBBLES, ScheduleMetrics, memory_curve
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.sizes import Units
 
@@ -43,7 +43,7 @@ class TaskBar:
         return width - min(0.6, 0.15 * width)
 
 
-def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar]:
+def bars(problem: Problem, graph: Graph, evaluation: ScheduleMetrics) -> list[TaskBar]:
     """Return all tasks, device after device."""
     task_bars = []
     for task in evaluation.tasks.tolist():
@@ -58,7 +58,7 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar
     return task_bars
 
 
-def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Units) -> str:
+def timeline_svg(problem: Problem, evaluation: ScheduleMetrics, title: str, units: Units) -> str:
     """Draw timeline and memory over one time axis, in the viewer's light or dark mode."""
     graph = make_graph(problem)
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
@@ -129,7 +129,12 @@ def _label(x: float, y: float, text: str, anchor: str = "end") -> str:
 
 
 def _memory(
-    problem: Problem, graph: Graph, evaluation: Evaluation, top: float, scale: float, units: Units
+    problem: Problem,
+    graph: Graph,
+    evaluation: ScheduleMetrics,
+    top: float,
+    scale: float,
+    units: Units,
 ) -> list[str]:
     limits = _limits(problem, units)
     highest = 1.08 * max(evaluation.peak, *(limit for limit, _ in limits)) or 1.0
@@ -167,7 +172,7 @@ def _limits(problem: Problem, units: Units) -> list[tuple[float, str]]:
 
 
 def _curves(
-    problem: Problem, graph: Graph, evaluation: Evaluation
+    problem: Problem, graph: Graph, evaluation: ScheduleMetrics
 ) -> Iterator[tuple[list[tuple[int, float]], bool]]:
     """Yield each device's memory over time, and whether its peak is the highest, that one last."""
     fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
@@ -187,7 +192,7 @@ def tick_step(length: float, ticks: int) -> float:
 
 
 def page_html(
-    problem: Problem, evaluation: Evaluation, title: str, units: Units, lines: list[str]
+    problem: Problem, evaluation: ScheduleMetrics, title: str, units: Units, lines: list[str]
 ) -> str:
     """Return a self-contained page: a summary, the picture, the bubbles."""
     rows = "".join(
@@ -217,7 +222,7 @@ def require_png() -> None:
 
 
 def save_png(
-    problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
+    problem: Problem, evaluation: ScheduleMetrics, title: str, units: Units, file: Path
 ) -> None:
     """Save the picture as a PNG. Raises MissingExtraError without matplotlib."""
     require_png()

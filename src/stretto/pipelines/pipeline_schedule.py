@@ -77,7 +77,7 @@ BUBBLES = ("warm-up", "dependency", "communication", "memory", "order", "drain")
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class ScheduleMetrics:
     """Latency, memory and idle time of a schedule in which each task runs as early as possible.
 
     Attributes:
@@ -107,7 +107,7 @@ class Evaluation:
         return idle / (self.latency * len(self.bubbles))
 
 
-def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
+def evaluate(problem: Problem, schedule: PipelineSchedule) -> ScheduleMetrics:
     """Simulate a schedule. Raises ConfigError if devices wait for each other for ever."""
     graph, word = make_graph(problem), schedule.tasks(problem)
     starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
@@ -128,7 +128,7 @@ def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
     capacity = capacity_units(problem, problem.capacity)
     bubbles = (_bubbles(graph, word, starts, d, latency, capacity) for d in range(peaks.size))
     memory = tuple(int(peak) / problem.memory_scale for peak in peaks)
-    return Evaluation(latency, memory, tuple(bubbles), starts, word)
+    return ScheduleMetrics(latency, memory, tuple(bubbles), starts, word)
 
 
 def _described(graph: Graph, task: int) -> str:
@@ -184,7 +184,7 @@ def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
     return end, end + int(graph.delay[q])
 
 
-def memory_curve(graph: Graph, evaluation: Evaluation, d: int) -> list[tuple[int, int]]:
+def memory_curve(graph: Graph, evaluation: ScheduleMetrics, d: int) -> list[tuple[int, int]]:
     """Return times, and the activation memory of a device from then on, in the graph's units."""
     memory, curve = 0, [(0, 0)]
     for task in evaluation.tasks[graph.word_at[d] : graph.word_at[d + 1]].tolist():

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.pipelines.pipeline_schedule import Evaluation, PipelineSchedule, evaluate
+from stretto.pipelines.pipeline_schedule import PipelineSchedule, ScheduleMetrics, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.search import Descent, Improvement, Incumbent, View, list_schedule, squeeze
 
@@ -26,7 +26,7 @@ class Solution:
     """The best schedule of a search."""
 
     schedule: PipelineSchedule
-    evaluation: Evaluation
+    evaluation: ScheduleMetrics
     bound: int  # lower bound on latency, in ticks
     memory_bound: float  # lower bound on memory at this latency
     seconds: float

@@ -65,7 +65,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkSizes:
     """Sizes of the measured work: tokens of passes, rows of a matrix, and MB of copies. A
     ``decode`` point has a number of rows, and initial tokens of each row."""
 
@@ -80,7 +80,7 @@ class Sizes:
     repeats: int = 5  # minimum for each short point
 
     @classmethod
-    def of(cls, device: torch.device) -> Sizes:
+    def of(cls, device: torch.device) -> WorkSizes:
         """Return the sizes for a device. A GPU needs more work to be full."""
         if device.type == "cpu":
             return cls()
@@ -185,7 +185,7 @@ def device_of(model: MeasuredModel) -> MeasuredDevice:
     return MeasuredDevice(f"{Machine.here().cpu} ({cores})", float(share), processes)
 
 
-def measured(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+def measured(model: MeasuredModel, sizes: WorkSizes) -> Iterator[Point]:
     """Yield points of every kind."""
     yield from peaks(model.device, model.dtype, sizes)
     yield from prefills(model, sizes)
@@ -222,7 +222,7 @@ def timed(
     return pick(durations_s[1:])
 
 
-def prefills(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+def prefills(model: MeasuredModel, sizes: WorkSizes) -> Iterator[Point]:
     """Yield log-probs of known tokens, as a reference model computes them."""
     reference = WholeModel(model.model)
     for tokens in sizes.prefill:
@@ -234,7 +234,7 @@ def prefills(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
         yield Point("prefill", f"{len(responses)} x {length} tokens", seconds, flops=flops)
 
 
-def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+def decodes(model: MeasuredModel, sizes: WorkSizes) -> Iterator[Point]:
     """Yield decode steps of Stretto's own engine, sampling as a run does."""
     room = positions(model.model, generating=True) or 10**9
     for rows, context in sizes.decode:
@@ -261,7 +261,7 @@ def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
         )
 
 
-def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+def trainings(model: MeasuredModel, sizes: WorkSizes) -> Iterator[Point]:
     """Yield forward and backward passes of micro-batches, and then a weight update."""
     training, shape = model.config.training, model.shape
     trained = TrainedModel(model.model, LearningRate(1e-6, 10**6), training)
@@ -280,7 +280,7 @@ def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     trained.close()
 
 
-def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
+def _steps(engine: Engine, device: torch.device, sizes: WorkSizes) -> tuple[float, float]:
     """Return the seconds and the cache positions read of a step, in the median repeat."""
     step_costs: list[tuple[float, float]] = []
 
@@ -326,7 +326,7 @@ def _micro_batch(model: MeasuredModel, responses: Sequence[Response]) -> MicroBa
     return MicroBatch.of(responses, inputs)
 
 
-def peaks(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Point]:
+def peaks(device: torch.device, dtype: torch.dtype, sizes: WorkSizes) -> Iterator[Point]:
     """Yield a product of square matrices, and copies within the device's memory."""
     n = sizes.product
     x, w = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
@@ -339,7 +339,7 @@ def peaks(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Po
         yield Point("copy", f"{megabytes} MB", seconds, size=2e6 * megabytes)  # read and written
 
 
-def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
+def swaps(device: torch.device, sizes: WorkSizes) -> Iterator[Point]:
     """Yield copies from pinned host memory to a GPU, or on a CPU within its memory."""
     gpu = device.type == "cuda"
     for megabytes in sizes.moves:
@@ -351,7 +351,7 @@ def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
 
 
 def broadcasts(
-    device: torch.device, dtype: torch.dtype, threads: int, sizes: Sizes
+    device: torch.device, dtype: torch.dtype, threads: int, sizes: WorkSizes
 ) -> Iterator[Point]:
     """Yield weight syncs (two bytes a weight) and all-reduces, by NCCL on two GPUs, else gloo."""
     multi_gpu = device.type == "cuda" and torch.cuda.device_count() > 1

@@ -224,7 +224,7 @@ def _group(role: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchOutcome:
     """The best plans of each kind, and how complete the search was."""
 
     best: tuple[PlanResult, ...]
@@ -239,7 +239,7 @@ class Found:
 
 def search(
     spec: PlanSpec, *, keep: int = 5, limit_s: float = inf, workers: int = 0, say: Say = silent
-) -> Found:
+) -> SearchOutcome:
     """Find the plans with the shortest steps. Raises ConfigError if nothing fits. No simulation
     starts after ``limit_s``. ``workers = 0`` is one a core, 1 is this process."""
     start_s = time.monotonic()
@@ -290,7 +290,7 @@ def search(
         )
         raise ConfigError(problem, "nothing-fits")
     ranked = sorted(results.values(), key=_rank)
-    return Found(
+    return SearchOutcome(
         best=tuple(ranked[:keep]),
         baseline=next((r for r in ranked if r.candidate.kind[:2] == BASELINE), None),
         runnable=next((r for r in ranked if not r.candidate.on_paper), None),

@@ -28,7 +28,7 @@ from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, Sco
 from stretto.runtime.sim.costs import SampleCost, Speculation
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
-from stretto.runtime.sim.turns import Episodes
+from stretto.runtime.sim.turns import SimEpisodes
 from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
 
@@ -184,7 +184,7 @@ class Recording:
             seed=config.seed,
         )
 
-    def _episodes(self) -> Episodes | None:
+    def _episodes(self) -> SimEpisodes | None:
         """Return the turns of all episodes, for unfinished ones those of the next finished one.
         Forks are left out, because their turns were decoded next to those of their origin."""
         episodes = [r for r in self.rollouts if r.finish and r.turns and r.id < FORKS]
@@ -194,7 +194,7 @@ class Recording:
         ids, turns = sorted(turns_by_id), list[tuple[tuple[int, float, int], ...]]()
         for i in range(ids[-1] + 1):
             turns.append(turns_by_id[ids[bisect_left(ids, i)]])
-        return Episodes(
+        return SimEpisodes(
             max_turn_tokens=self.config.environment.max_turn_tokens,
             rewarded=ENVIRONMENT in self.config.reward.sources,
             recorded=tuple(turns),

@@ -127,7 +127,7 @@ Ends = dict[tuple[int, ...], tuple[Sequence[int], int]]
 """Last occurrence of n-grams: a text, and the index of the next token."""
 
 
-class Texts:
+class NgramIndex:
     """Numbered texts with the same prompt, and the last occurrences of their n-grams."""
 
     def __init__(self, prompt: Sequence[int], responses: Iterable[IntArray]) -> None:
@@ -175,7 +175,7 @@ class PromptLookup(Proposer):
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._texts: dict[tuple[int, ...], Texts] = {}
+        self._texts: dict[tuple[int, ...], NgramIndex] = {}
         self._past: OrderedDict[tuple[int, ...], deque[IntArray]] = OrderedDict()
         self._tokens = 0  # in _past
 
@@ -183,7 +183,7 @@ class PromptLookup(Proposer):
         prompts = {row.prompt for row in rows}
         self._texts = {prompt: t for prompt, t in self._texts.items() if prompt in prompts}
         for prompt in prompts - self._texts.keys():
-            self._texts[prompt] = Texts(prompt, self._past.get(prompt, ()))
+            self._texts[prompt] = NgramIndex(prompt, self._past.get(prompt, ()))
         for row in rows:
             self._texts[row.prompt].read(row.id, row.tokens)
         return [

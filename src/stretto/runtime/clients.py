@@ -29,7 +29,7 @@ from stretto.types import (
     Score,
     ScorerInfo,
     TrainBatch,
-    TrainOutput,
+    TrainStepOutput,
     WeightsRef,
     short_name,
 )
@@ -165,7 +165,7 @@ class ScorerClient(FollowerClient):
 class LearnerClient(Client):
     """A learner on an executor. See :class:`~stretto.protocols.Learner`."""
 
-    async def train(self, batch: TrainBatch) -> TrainOutput:
+    async def train(self, batch: TrainBatch) -> TrainStepOutput:
         return await self._call(LearnerService.train, batch)
 
     async def publish(self) -> Mapping[str, WeightsRef]:

@@ -39,7 +39,7 @@ from stretto.types import (
     Reply,
     Response,
     TrainBatch,
-    TrainOutput,
+    TrainStepOutput,
     WeightsRef,
 )
 from stretto.weights.broadcast import WeightSender
@@ -88,7 +88,7 @@ class LearnerService(Service):
         return self._ready
 
     @Remote("update", waits=True, size=lambda batch: max(batch.total_tokens, 1))
-    def train(self, batch: TrainBatch) -> Reply[TrainOutput]:
+    def train(self, batch: TrainBatch) -> Reply[TrainStepOutput]:
         with self._timed("update") as timed:
             output = self._learner.train(batch)
             timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}

@@ -20,7 +20,7 @@ from stretto.types import Prompt, episode_of
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _PromptGroup:
     rollouts: list[Rollout]  # of one prompt, with all samples of its episodes
     open: int  # rollouts that have not ended
     place: int = -1  # in the order in which groups end, -1 before
@@ -42,8 +42,8 @@ class Buffer:
 
     def __init__(self, max_carries: int) -> None:
         self._max_carries = max_carries
-        self._groups: dict[int, _Group] = {}
-        self._chosen: list[_Group] = []
+        self._groups: dict[int, _PromptGroup] = {}
+        self._chosen: list[_PromptGroup] = []
         self._wanted = 0
         self._due: list[int] = []  # [k]: groups with k or fewer carries left, still to choose
         self._ended = 0
@@ -73,7 +73,7 @@ class Buffer:
         return len(self._chosen) == self._wanted
 
     def add(self, group: Sequence[Rollout]) -> None:
-        self._groups[group[0].group] = _Group(list(group), len(group))
+        self._groups[group[0].group] = _PromptGroup(list(group), len(group))
 
     def join(self, fork: Rollout) -> None:
         """Add a further sample of an episode to its group."""
@@ -144,7 +144,7 @@ class Buffer:
             rollout.carries += 1
         return batch, self.open
 
-    def _left(self, group: _Group) -> int:
+    def _left(self, group: _PromptGroup) -> int:
         return self._max_carries - group.rollouts[0].carries
 
     def _set_due(self) -> None:
@@ -155,7 +155,7 @@ class Buffer:
             total += carries_left[k]
             self._due.append(total - k * self._wanted)
 
-    def _choose(self, group: _Group) -> Sequence[Rollout]:
+    def _choose(self, group: _PromptGroup) -> Sequence[Rollout]:
         """Take an ended group into the round, unless its place is due to another group."""
         room = self._wanted - len(self._chosen) - 1
         due = [n - (k >= self._left(group)) for k, n in enumerate(self._due)]
@@ -182,7 +182,7 @@ class Buffer:
         self._groups = {}
         for rollout_states, place in zip(state["groups"], state["places"], strict=True):
             rollouts = restored(rollout_states, prompt_by_id)
-            group = _Group(rollouts, sum(r.finish is None for r in rollouts), place)
+            group = _PromptGroup(rollouts, sum(r.finish is None for r in rollouts), place)
             self._groups[rollouts[0].group] = group
         self._wanted = state["wanted"]
         self._ended = state["ended"]

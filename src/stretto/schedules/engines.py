@@ -88,7 +88,7 @@ class Locations:
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class EngineHandle:
     """A generator, and the rollouts at it."""
 
     number: int
@@ -184,15 +184,15 @@ class Engine:
 class Moves:
     """The moves of a round, planned once and made between decode calls of their source."""
 
-    engines: Sequence[Engine]
+    engines: Sequence[EngineHandle]
     locations: Locations
     policy: MigrationPolicy | None
     place: Callable[[Iterable[Rollout]], None]  # for rollouts whose move failed
     landed: asyncio.Event = field(default_factory=asyncio.Event)  # a move has ended
     _may_plan: bool = False
-    _planned: dict[tuple[Engine, Engine, bool], list[int]] = field(default_factory=dict)
+    _planned: dict[tuple[EngineHandle, EngineHandle, bool], list[int]] = field(default_factory=dict)
     """Ids of rollouts, by source, destination, and whether the KV cache moves along."""
-    _gathering: Sequence[Engine] = ()  # destinations of the round's stragglers
+    _gathering: Sequence[EngineHandle] = ()  # destinations of the round's stragglers
 
     def begin_round(self, *, gathers: bool) -> None:
         self._may_plan = gathers and self.policy is not None
@@ -222,24 +222,24 @@ class Moves:
             for engine in self.engines:
                 engine.arrival.set()  # so that parked rollouts move, too
 
-    def come_to(self, engine: Engine) -> bool:
+    def come_to(self, engine: EngineHandle) -> bool:
         """Return whether rollouts to decode are moving to an engine, or planned to."""
         is_planned = any(destination is engine for _, destination, _ in self._planned)
         return is_planned or bool(engine.at(Place.MOVING))
 
-    def gathered_at(self, engine: Engine) -> Engine | None:
+    def gathered_at(self, engine: EngineHandle) -> EngineHandle | None:
         """Return the destination for rollouts of an engine if stragglers are gathered elsewhere."""
         serving = [other for other in self._gathering if other.serves]
         if not serving or engine in self._gathering:
             return None
         return min(serving, key=lambda other: other.load)
 
-    def cancel(self, source: Engine) -> None:
+    def cancel(self, source: EngineHandle) -> None:
         for key in [key for key in self._planned if key[0] is source]:
             del self._planned[key]
             key[1].arrival.set()
 
-    async def carry_out(self, source: Engine) -> None:
+    async def carry_out(self, source: EngineHandle) -> None:
         """Make the planned moves from an engine. Parked rollouts move before they are answered."""
         for key in [key for key in self._planned if key[0] is source]:
             decoding = source.at(Place.DECODING)
@@ -255,8 +255,8 @@ class Moves:
 
     async def transfer(
         self,
-        source: Engine,
-        destination: Engine,
+        source: EngineHandle,
+        destination: EngineHandle,
         with_cache: bool,
         rollouts: Sequence[Rollout],
         *,

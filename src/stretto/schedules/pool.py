@@ -13,7 +13,7 @@ from stretto.errors import StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
 from stretto.schedules.controls import Controls
-from stretto.schedules.engines import HELD, Engine, Locations, Moves, Place
+from stretto.schedules.engines import HELD, EngineHandle, Locations, Moves, Place
 from stretto.schedules.fleet import GoneError, Guard, RoleContext
 from stretto.schedules.hold import Parked
 from stretto.schedules.rollout import Rollout
@@ -69,12 +69,12 @@ class Pool:
         self._holds = Parked(controls.hold) if controls.hold else None
         self._replaces = context.fleet.restarts > 0
         self._locations = Locations()
-        self._engines: list[Engine] = []
+        self._engines: list[EngineHandle] = []
         for i, generator in enumerate(roles):
             name = f"generator {i}" if roles[1:] else "generator"
             guard = Guard(generator, name, "actor", context, partial(self._lost, i))
             at, clock = self._locations, context.clock
-            engine = Engine(i, name, generator, guard, at, self._holds, clock, clock.now())
+            engine = EngineHandle(i, name, generator, guard, at, self._holds, clock, clock.now())
             self._engines.append(engine)
         self._moves = Moves(self._engines, self._locations, controls.migration, self._place)
         self.single = len(roles) == 1
@@ -127,7 +127,7 @@ class Pool:
             self._locations.remove(rollout)
             engine.released.append(rollout.id)
 
-    def _parked_at(self, rollout: Rollout, now_s: float | None = None) -> Engine | None:
+    def _parked_at(self, rollout: Rollout, now_s: float | None = None) -> EngineHandle | None:
         """Return the engine that keeps a rollout, and end its wait. ``now_s``: it continues."""
         if self._holds:
             self._holds.end(rollout.id, now_s)
@@ -170,7 +170,7 @@ class Pool:
             lambda: chain(*(e.held for e in self._engines), self._locations.at(Place.NOWHERE)),
         )
 
-    async def _run(self, engine: Engine) -> None:
+    async def _run(self, engine: EngineHandle) -> None:
         """Decode the rollouts of one generator. Waits for answers of environments and for moves,
         until an arrival or the end of the round.
         """
@@ -201,13 +201,13 @@ class Pool:
         if self._replaces or self._in_turns:
             self.wake()  # nothing is missing, so no engine needs to wait
 
-    def _may_come(self, engine: Engine) -> bool:
+    def _may_come(self, engine: EngineHandle) -> bool:
         """Return whether an engine without rollouts may still get some."""
         expected = self._moves.come_to(engine) or self._round.waiting
         forks = self._in_turns and self._locations.any_at(*HELD, Place.MOVING, Place.DROPPED)
         return bool(expected or self._replaces or forks)
 
-    async def _arrival(self, engine: Engine) -> None:
+    async def _arrival(self, engine: EngineHandle) -> None:
         """Wait for rollouts. The device is free meanwhile, unless some are moving to it."""
         phases, before = self._context.phases, self._context.phases.cause
         if not self._moves.come_to(engine):
@@ -231,7 +231,7 @@ class Pool:
         """Return one loop per generator that replaces it after a loss. None without restarts."""
         return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
-    async def _keep(self, engine: Engine) -> None:
+    async def _keep(self, engine: EngineHandle) -> None:
         guard, keeper = engine.guard, f"the keeper of {engine.name}"
         while not guard.member.retired:
             await self._context.waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")

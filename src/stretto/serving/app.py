@@ -37,12 +37,12 @@ from stretto.serving.requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    Limits,
     R,
+    RequestLimits,
     parsed,
     read_json,
 )
-from stretto.serving.streams import EngineClient, Request, Stream
+from stretto.serving.streams import EngineClient, GenerationRequest, Stream
 from stretto.serving.texts import GrowingText
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
@@ -144,7 +144,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class Server:
+class ModelServer:
     """The application for one model, whose newest weights answer.
 
     With sessions, it serves the programs of a run's episodes: every request belongs to a session,
@@ -250,7 +250,7 @@ class Server:
         """Parse a request and make its prompts, on a thread if that may take long."""
         client, raw = self._client(http), await read_body(http, MOST_BYTES)
         note, longest = client.note if isinstance(client, Session) else None, client.longest
-        limits = Limits(client.most, longest, longest * self._widest, note)
+        limits = RequestLimits(client.most, longest, longest * self._widest, note)
 
         def work() -> tuple[R, P]:
             request = parsed(kind, read_json(raw, limits), limits)
@@ -381,7 +381,7 @@ class Server:
         in_session = isinstance(client, Session)
         self._check_model(client, request.model)
         requests = [
-            Request(p, options.sampling(i, max_tokens or _room(client, p)))
+            GenerationRequest(p, options.sampling(i, max_tokens or _room(client, p)))
             for i, p in enumerate(p for p in prompts for _ in range(options.choices))
         ]
         stop = list(options.stop or ())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from stretto.environments.sessions import Sessions
-from stretto.serving.app import Server
+from stretto.serving.app import ModelServer
 from stretto.serving.connections import server_config
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ProgramServer:
     def __init__(self, sessions: Sessions, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         """Prepare the server. ``name`` is the model's in requests."""
         self._sessions = sessions
-        app = Server(sessions, tokenizer, name, api_key=sessions.api_key, hosts=(HOST,)).app
+        app = ModelServer(sessions, tokenizer, name, api_key=sessions.api_key, hosts=(HOST,)).app
         self._server = _Quiet(server_config(app))
         self._starting: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None

@@ -92,7 +92,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), **about}}
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """Limits of a request.
 
     Attributes:
@@ -121,7 +121,7 @@ class Limits(NamedTuple):
             raise ApiError(message, 400, "too_many_answers", "n")
 
 
-UNLIMITED = Limits()
+UNLIMITED = RequestLimits()
 
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -361,7 +361,7 @@ class GenerateRequest(_Request):
 R = TypeVar("R", ChatRequest, CompletionRequest, GenerateRequest)
 
 
-def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
+def read_json(raw: bytes, limits: RequestLimits = UNLIMITED) -> Any:
     """Parse a body. Raises ApiError if it is not JSON, or too much to parse."""
     values = raw.count(b"{") + raw.count(b"[") + raw.count(b'"') // 2
     if values > (limit := max(MOST_VALUES, limits.tokens)):
@@ -375,7 +375,7 @@ def read_json(raw: bytes, limits: Limits = UNLIMITED) -> Any:
     return body
 
 
-def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
+def parsed(kind: type[R], body: Any, limits: RequestLimits = UNLIMITED) -> R:
     """Validate a request. Raises ApiError if it is invalid or exceeds limits."""
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
@@ -397,7 +397,7 @@ def parsed(kind: type[R], body: Any, limits: Limits = UNLIMITED) -> R:
     return request
 
 
-def _known(body: Mapping[str, Any], kind: type[_Body], limits: Limits) -> dict[str, Any]:
+def _known(body: Mapping[str, Any], kind: type[_Body], limits: RequestLimits) -> dict[str, Any]:
     """Return a request's supported fields. Refuse all others, or note them in an episode."""
     fields: dict[str, Any] = {}
     ignored_names = []

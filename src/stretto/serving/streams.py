@@ -16,7 +16,7 @@ from stretto.types import Chunk, Decoded, Prompt, Response, Sampling, WeightsRef
 from stretto.workers.threads import WorkerThread
 
 
-class Request(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A prompt's token ids, and the sampling of its answer."""
 
     tokens: Sequence[int]
@@ -49,7 +49,7 @@ class EngineClient(Protocol):
     most: int
     version: int
 
-    def submit(self, requests: Sequence[Request]) -> Stream:
+    def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
         """Queue requests. Raises EngineError if there are too many, or one is too long."""
 
 
@@ -109,7 +109,7 @@ class AsyncEngine:
         self._failure: EngineError | None = None
         self._work = asyncio.Event()
 
-    def submit(self, requests: Sequence[Request]) -> Stream:
+    def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
         """Queue requests (see :meth:`EngineClient.submit`)."""
         if self._failure:
             raise self._failure

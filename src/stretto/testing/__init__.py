@@ -43,7 +43,7 @@ from stretto.types import (
     Score,
     ScoreKind,
     TrainBatch,
-    TrainOutput,
+    TrainStepOutput,
     WeightsRef,
     episode_of,
 )
@@ -372,7 +372,7 @@ class FakeLearner(SimLearner):
         self.world = world
         self.mean_score = 1.25
 
-    async def train(self, batch: TrainBatch) -> TrainOutput:
+    async def train(self, batch: TrainBatch) -> TrainStepOutput:
         self.world.write(f"train {batch.ids.tolist()}")
         output = await super().train(batch)
-        return TrainOutput({"objective/scores": self.mean_score}, output.rewards)
+        return TrainStepOutput({"objective/scores": self.mean_score}, output.rewards)

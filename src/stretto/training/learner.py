@@ -24,7 +24,7 @@ from stretto.training.backprop import Backprop
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import MicroBatch
 from stretto.training.trained import Trained
-from stretto.types import FloatArray, Response, TrainBatch, TrainOutput, WeightsRef
+from stretto.types import FloatArray, Response, TrainBatch, TrainStepOutput, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 _LR = {"actor": "lr", "critic": "critic/lr"}
@@ -88,7 +88,7 @@ class PolicyLearner:
     def device(self) -> torch.device:
         return self._actor.device
 
-    def train(self, batch: TrainBatch) -> TrainOutput:
+    def train(self, batch: TrainBatch) -> TrainStepOutput:
         """Take one step. Raises LearnerError if the batch is too small for its mini-batches,
         contains non-finite numbers, or engine and learner disagree about on-policy data.
         """
@@ -125,7 +125,7 @@ class PolicyLearner:
             **{_NORM[model]: norm / updates for model, norm in norms.items()},
             **lr,
         }
-        return TrainOutput(stats, experience.rewards.numpy())
+        return TrainStepOutput(stats, experience.rewards.numpy())
 
     @property
     def _updated(self) -> list[str]:

@@ -90,7 +90,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RunSizes:
     """Sizes of a run.
 
     Attributes:
@@ -143,7 +143,7 @@ def check(args: TrlConfig) -> None:
         _require(args.loss_type == "sigmoid", args, "loss_type", "must be 'sigmoid'")
 
 
-def fill_in_sizes(args: TrlConfig, rows: int) -> Sizes:
+def fill_in_sizes(args: TrlConfig, rows: int) -> RunSizes:
     """Write a run's sizes to ``args``, for scripts, and return them. ``rows`` is 0 if unknown."""
     if isinstance(args, PPOConfig):
         return _fill_in_ppo_sizes(args, rows)
@@ -167,7 +167,7 @@ def fill_in_sizes(args: TrlConfig, rows: int) -> Sizes:
             "train_dataset does not tell its length, which num_train_epochs needs; set max_steps",
             "no-length",
         )
-    return Sizes(batch, steps, minibatches, updates, rows)
+    return RunSizes(batch, steps, minibatches, updates, rows)
 
 
 def _fill_in_generation(args: GRPOConfig | RLOOConfig) -> int:
@@ -197,7 +197,7 @@ def _fill_in_generation(args: GRPOConfig | RLOOConfig) -> int:
     return max(1, steps // unit)
 
 
-def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
+def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> RunSizes:
     """Write the derived sizes of PPO's arguments.
 
     Since TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, split
@@ -249,10 +249,10 @@ def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> Sizes:
             )
     for name, value in derived.items():
         setattr(args, name, value)
-    return Sizes(batch, derived["num_total_batches"] or 0, args.num_mini_batches, 1, rows)
+    return RunSizes(batch, derived["num_total_batches"] or 0, args.num_mini_batches, 1, rows)
 
 
-def notes(args: TrlConfig, sizes: Sizes) -> list[str]:
+def notes(args: TrlConfig, sizes: RunSizes) -> list[str]:
     """Return notes on the derived sizes, and on arguments that were set but have no effect."""
     factors = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
     split = ""
@@ -301,7 +301,7 @@ def _without_effect(args: TrlConfig) -> dict[str, str]:
 
 
 def settings(
-    args: TrlConfig, sizes: Sizes, longest: int, dtype: Literal["float32", "bfloat16"]
+    args: TrlConfig, sizes: RunSizes, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
     """Return all settings except models, rewards and rows. ``longest`` is in prompt tokens."""
     theirs = sizes.steps * sizes.updates
@@ -385,7 +385,7 @@ def _generation_options(args: Any) -> tuple[tuple[str, ...], list[str]]:
     return tuple(stops), list(options)
 
 
-def _grouped(args: Any, sizes: Sizes) -> dict[str, Any]:
+def _grouped(args: Any, sizes: RunSizes) -> dict[str, Any]:
     """Return the settings that only GRPO and RLOO have."""
     group_settings: dict[str, Any] = {
         "algorithm.clip_high": args.epsilon_high or 0.0,
@@ -416,7 +416,7 @@ def max_turns(args: Any) -> int:
     return int(args.max_completion_length if calls is None else calls + 1)
 
 
-def environments(args: Any, sizes: Sizes) -> int:
+def environments(args: Any, sizes: RunSizes) -> int:
     """Return how many environments of one kind may be alive, 0 for no limit: as in TRL the
     responses generated at a time, unless that is the full step or episodes may outlive their step.
     """
@@ -430,7 +430,7 @@ def evaluates(args: TrlConfig) -> bool:
     return bool(_plain(args.eval_strategy) != "no")
 
 
-def eval_every(args: TrlConfig, sizes: Sizes) -> int:
+def eval_every(args: TrlConfig, sizes: RunSizes) -> int:
     """Return the number of steps between evaluations."""
     if _plain(args.eval_strategy) == "epoch":
         return math.ceil(sizes.rows / (sizes.batch // _group(args)))
@@ -450,7 +450,7 @@ def _group(args: Any) -> int:
     return 2 if isinstance(args, OnlineDPOConfig) else int(args.num_generations)
 
 
-def prompts_of(args: TrlConfig, sizes: Sizes) -> int:
+def prompts_of(args: TrlConfig, sizes: RunSizes) -> int:
     return sizes.steps * sizes.batch // _group(args)
 
 

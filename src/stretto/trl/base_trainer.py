@@ -39,7 +39,7 @@ from stretto.trl import arguments, checkpoints, trainer_inputs
 from stretto.trl.callbacks import after_step, evaluated, means_of, never_called
 from stretto.trl.compat import require_called, require_named
 from stretto.trl.config import IN_SCRIPTS, SETS, TrlConfig
-from stretto.trl.trainer_inputs import Answering, PromptTask, Rewards, TokenTask
+from stretto.trl.trainer_inputs import Answering, PromptTask, RewardSources, TokenTask
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,9 +124,9 @@ class BaseTrainer:
         args: Any,
         tokenizer: PreTrainedTokenizerBase,
         models: Mapping[str, Any],
-        rewards: Rewards,
+        rewards: RewardSources,
         task: PromptTask | TokenTask,
-        sizes: arguments.Sizes,
+        sizes: arguments.RunSizes,
         callbacks: Sequence[Any] | None,
         peft_config: Any,
     ) -> None:

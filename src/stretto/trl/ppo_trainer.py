@@ -20,7 +20,7 @@ from stretto.trl import arguments, trainer_inputs
 from stretto.trl.base_trainer import BaseTrainer, in_script
 from stretto.trl.compat import require_known
 from stretto.trl.config import PPOConfig
-from stretto.trl.trainer_inputs import Rewards, TokenTask
+from stretto.trl.trainer_inputs import RewardSources, TokenTask
 
 REWARD_MODEL = "model:reward_model"
 """PPO's reward model among the reward sources."""
@@ -110,7 +110,9 @@ class PPOTrainer(BaseTrainer):
         if eval_dataset is not None:
             self._read_prompts(eval_dataset, "eval_dataset")
         if scored:
-            rewards = Rewards([REWARD_MODEL], {}, {REWARD_MODEL: (self.reward_model, tokenizer)})
+            rewards = RewardSources(
+                [REWARD_MODEL], {}, {REWARD_MODEL: (self.reward_model, tokenizer)}
+            )
         else:
             rewards = trainer_inputs.rewards_of(self.reward_model, None, args)
         if args.missing_eos_penalty is not None and not arguments.stops(args):
@@ -118,7 +120,7 @@ class PPOTrainer(BaseTrainer):
             # it.
             judge = trainer_inputs.missing_eos(tokenizer.eos_token_id, args.missing_eos_penalty)
             functions = {**rewards.functions, MISSING_EOS: judge}
-            rewards = Rewards([*rewards.sources, MISSING_EOS], functions, rewards.models)
+            rewards = RewardSources([*rewards.sources, MISSING_EOS], functions, rewards.models)
         sizes = arguments.fill_in_sizes(args, len(task))
         self._set_up(args, tokenizer, models, rewards, task, sizes, callbacks, peft_config)
 

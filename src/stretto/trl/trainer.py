@@ -91,7 +91,7 @@ class _PromptsTrainer(BaseTrainer):
             opening = max(1, int(min(LONGEST_OPENING, context_length - args.max_completion_length)))
             answers = replace(answers, opening=opening)
         self._answering = answers
-        rewards = trainer_inputs.Rewards()
+        rewards = trainer_inputs.RewardSources()
         if reward_funcs is not None or not answers.rewards:
             rewards = trainer_inputs.rewards_of(reward_funcs, reward_processing_classes, args)
         models = {"model": policy, "ref_model": self._reference}
@@ -113,7 +113,7 @@ class _PromptsTrainer(BaseTrainer):
 
     def _rows_and_sizes(
         self, args: Any, rows: Any, environment_factory: Any
-    ) -> tuple[Any, arguments.Sizes]:
+    ) -> tuple[Any, arguments.RunSizes]:
         """Return rows and sizes. Without rows, empty prompts of a batch for the environment."""
         if rows is not None and hasattr(rows, "__len__"):
             return rows, arguments.fill_in_sizes(args, len(rows))
@@ -132,7 +132,7 @@ class _PromptsTrainer(BaseTrainer):
         count = arguments.prompts_of(args, sizes)
         return trainer_inputs.rows_of(rows, "train_dataset", count), sizes
 
-    def _describe_rewards(self, rewards: trainer_inputs.Rewards) -> None:
+    def _describe_rewards(self, rewards: trainer_inputs.RewardSources) -> None:
         """Set the attributes that TRL's scripts read. The environment's reward comes last."""
         judges: Any = [
             rewards.models.get(s, (rewards.functions.get(s), None)) for s in rewards.sources

@@ -245,7 +245,7 @@ def _targets(peft_config: Any, policy: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Rewards:
+class RewardSources:
     """Reward sources of a run, with functions and (model, tokenizer) pairs by name."""
 
     sources: Sequence[str] = ()
@@ -253,7 +253,7 @@ class Rewards:
     models: Mapping[str, tuple[nn.Module, PreTrainedTokenizerBase]] = field(default_factory=dict)
 
 
-def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
+def rewards_of(given: Any, tokenizers: Any, args: Any) -> RewardSources:
     """Name reward functions and models (one or a list) by their name or its last part. A string
     names a model to load.
     """
@@ -282,7 +282,7 @@ def rewards_of(given: Any, tokenizers: Any, args: Any) -> Rewards:
             functions[source] = reward
         else:
             models[source] = _reward_model(reward, tokenizer, args)
-    return Rewards(sources, functions, models)
+    return RewardSources(sources, functions, models)
 
 
 def missing_eos(end: int | None, penalty: float) -> Callable[..., list[float]]:

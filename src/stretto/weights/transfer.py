@@ -50,7 +50,7 @@ CONNECTS = 5
 SHORTEST_S, LONGEST_S = 2e-4, 0.02  # pauses between polls
 
 
-class Place(Protocol):
+class RankDevice(Protocol):
     """A rank's device: a GPU, or a CPU if its UUID is empty."""
 
     @property
@@ -59,7 +59,7 @@ class Place(Protocol):
 
 
 def choose_wires(
-    sources: Sequence[Place], followers: Mapping[str, Sequence[Place]]
+    sources: Sequence[RankDevice], followers: Mapping[str, Sequence[RankDevice]]
 ) -> dict[str, tuple[Wire, str]]:
     """Choose each follower's transport, with the reason. One NCCL communicator serves all followers
     that have GPUs of their own, as it must not contain a GPU twice.
@@ -145,7 +145,7 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = device, backend_of(device)
         self._stream = self._backend.new_stream()
-        self._groups: dict[str, _Group] = {}  # by channel
+        self._groups: dict[str, _TransferGroup] = {}  # by channel
         self._buffers: dict[str, list[Tensor]] = {}
 
     def begun(self) -> Any:
@@ -210,20 +210,20 @@ class Transfers:
         for group in list(self._groups.values()):
             self._leave(group)
 
-    def _leave(self, group: _Group) -> None:
+    def _leave(self, group: _TransferGroup) -> None:
         if self._groups.get(group.route.channel) is group:
             del self._groups[group.route.channel]
         group.abort()
 
     @contextmanager
-    def _group(self, route: Route) -> Iterator[_Group]:
+    def _group(self, route: Route) -> Iterator[_TransferGroup]:
         """Use the route's group for one transfer. On failure, abort the group and report it."""
         group = self._groups.get(route.channel)
         if group is None or group.route.epoch != route.epoch:
             if group is not None:
                 self._leave(group)
-            buffers = self._buffers.setdefault(route.channel, [])
-            group = (_IpcGroup if route.wire == "ipc" else _Group)(route, self._device, buffers)
+            kind = _IpcGroup if route.wire == "ipc" else _TransferGroup
+            group = kind(route, self._device, self._buffers.setdefault(route.channel, []))
             self._groups[route.channel] = group
         try:
             group.begin(time.monotonic() + route.timeout_s)
@@ -240,7 +240,7 @@ class Transfers:
             raise
 
 
-class _Group:
+class _TransferGroup:
     """A gloo or NCCL group over which each source sends its segments of buckets. A turn is one
     transfer. ``buffers`` are reused from the channel's earlier groups.
     """
@@ -354,7 +354,7 @@ class _Group:
             pause_s = min(2 * pause_s, LONGEST_S)
 
 
-class _IpcGroup(_Group):
+class _IpcGroup(_TransferGroup):
     """A group whose followers read buckets in the memory of the sources on their GPUs. The sources
     broadcast to one another. Barriers over gloo mark each bucket as complete and as read.
     """

@@ -45,7 +45,7 @@ UNKNOWN = 255  # exit code of a process whose server is gone
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ForkRequest:
     """A request to fork a rank, with its environment."""
 
     spec: RankSpec
@@ -93,7 +93,7 @@ class ForkServer:
     def fork(self, spec: RankSpec, connection: int) -> Forked:
         """Fork a process that runs a rank on its end of a connection, a file descriptor."""
         path = None if self._python else list(sys.path)
-        request = Request(spec, dict(os.environ), path, str(Path.cwd()))
+        request = ForkRequest(spec, dict(os.environ), path, str(Path.cwd()))
         with self._lock:
             server = self._connected()
             try:
@@ -213,11 +213,11 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
     while True:
         try:
             request = connection.recv()
-            if isinstance(request, Request):
+            if isinstance(request, ForkRequest):
                 descriptors = [recv_handle(connection) for _ in range(2)]
         except (EOFError, OSError):
             os._exit(0)
-        if isinstance(request, Request):
+        if isinstance(request, ForkRequest):
             pid = os.fork()
             if not pid:
                 connection.close()
@@ -229,7 +229,7 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
             connection.send(_reaped(request, exit_codes))
 
 
-def _become(request: Request, connection: int, printed: int) -> NoReturn:
+def _become(request: ForkRequest, connection: int, printed: int) -> NoReturn:
     os.setsid()
     os.environ.clear()
     os.environ.update(request.environment)

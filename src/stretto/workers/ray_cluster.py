@@ -55,7 +55,7 @@ class Bundle(NamedTuple):
     gpus: float = 0.0
 
 
-class Cluster(NamedTuple):
+class ClusterResources(NamedTuple):
     """A running cluster, with the totals of its living nodes."""
 
     address: str
@@ -208,7 +208,7 @@ def code_paths(paths: Sequence[str]) -> list[str]:
     return list(entries)
 
 
-def find(timeout_s: float = 20.0) -> Cluster | None:
+def find(timeout_s: float = 20.0) -> ClusterResources | None:
     """Look for the cluster of ``auto`` in a separate process. ``None`` after ``timeout_s``."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
@@ -218,7 +218,7 @@ def find(timeout_s: float = 20.0) -> Cluster | None:
         process = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, timeout=timeout_s, check=True
         )
-        return Cluster(*json.loads(process.stdout.splitlines()[-1]))
+        return ClusterResources(*json.loads(process.stdout.splitlines()[-1]))
     return None
 
 

@@ -48,7 +48,7 @@ class RunServer(ThreadingHTTPServer):
         self._files = [(Growing(d.metrics_file), Growing(d.samples_file)) for d in directories]
         self._lock = Lock()
         try:
-            super().__init__((HOST, port), _Handler)
+            super().__init__((HOST, port), _ReportHandler)
         except (OSError, OverflowError) as error:
             text = f"`port = {port}` cannot be listened on: {error}; choose another"
             raise ConfigError(text, "port-taken") from error
@@ -76,7 +76,7 @@ class RunServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ReportHandler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:

@@ -30,7 +30,7 @@ from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim import costs
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.lengths import Distribution, LearningCurve, Lognormal, Uniform
-from stretto.runtime.sim.turns import Episodes, Turns
+from stretto.runtime.sim.turns import SimEpisodes, Turns
 from stretto.schedules.hold import HoldLimits
 from stretto.schedules.migration import MigrationLimits
 from stretto.types import Sampling, ScoreKind
@@ -159,7 +159,7 @@ class Workload(Section):
     """Lengths of prompts, by prompt id."""
     response_tokens: Distribution = Lognormal(median=300, p95=1200)
     """Lengths of responses before the limit, by rollout id, or of turns if there are episodes."""
-    episodes: Episodes | None = None
+    episodes: SimEpisodes | None = None
     """Turns, answers and waits, if responses have several turns. max_new_tokens limits the sum."""
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""

@@ -31,7 +31,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, Speculation, TransferCost
 from stretto.runtime.sim.resources import SimWorker
-from stretto.runtime.sim.turns import Turn, turn_of
+from stretto.runtime.sim.turns import SimTurn, turn_of
 from stretto.types import (
     Chunk,
     Decoded,
@@ -304,7 +304,7 @@ class SimGenerator:
         *,
         max_new_tokens: int,
         carry: Literal["recompute", "reuse"] = "recompute",
-        turns: Callable[[int], Sequence[Turn]] = lambda rollout_id: (),
+        turns: Callable[[int], Sequence[SimTurn]] = lambda rollout_id: (),
     ) -> None:
         self._worker = worker
         self._role = role

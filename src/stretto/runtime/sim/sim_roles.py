@@ -22,7 +22,7 @@ from stretto.types import (
     Score,
     ScorerInfo,
     TrainBatch,
-    TrainOutput,
+    TrainStepOutput,
     WeightsRef,
 )
 
@@ -169,7 +169,7 @@ class SimLearner:
         self._cost = known(role.cost)
         self.version = 0
 
-    async def train(self, batch: TrainBatch) -> TrainOutput:
+    async def train(self, batch: TrainBatch) -> TrainStepOutput:
         """Take one step. Return the mean reward, staleness and the responses' rewards."""
         async with self._worker.turn("train", batch.ids.tolist()):
             tokens = self._tokens(batch)
@@ -181,7 +181,7 @@ class SimLearner:
                 "staleness/mean": sum(stale) / max(len(stale), 1),
                 "staleness/max": float(max(stale, default=0)),
             }
-            return TrainOutput(stats, rewards.astype(np.float32))
+            return TrainStepOutput(stats, rewards.astype(np.float32))
 
     def _tokens(self, batch: TrainBatch) -> int:
         if not self._role.padded:

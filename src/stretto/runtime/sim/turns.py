@@ -26,7 +26,7 @@ _TOKENS = np.zeros(1 << 17, np.int32)
 _TOKENS.flags.writeable = False
 
 
-class Turn(NamedTuple):
+class SimTurn(NamedTuple):
     """A turn and the environment's answer.
 
     Attributes:
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     answer: int
 
 
-class Waits(Section):
+class AnswerLatency(Section):
     """Seconds until an environment answers: a lognormal with the given median and p95."""
 
     median: NonNegative = 0.5
@@ -64,14 +64,14 @@ class Waits(Section):
         return self.median * exp(sigma * _NORMAL.inv_cdf(u))
 
 
-class Episodes(Section):
+class SimEpisodes(Section):
     """Responses of several turns, each of which an environment answers after a while."""
 
     turns: Distribution = Uniform(low=2, high=4)
     """Turns of an episode, by rollout id. The last one ends it."""
     answer_tokens: Distribution = Lognormal(median=40, p95=160)
     """Tokens of an answer, by rollout id. They become part of the response."""
-    wait_s: Waits = Waits()
+    wait_s: AnswerLatency = AnswerLatency()
     """Seconds until a turn is answered. The last turn is answered at once."""
     max_turn_tokens: NonNegativeInt = 0
     """Token limit of a turn, which ends the episode. 0: only the response's limit."""
@@ -82,35 +82,39 @@ class Episodes(Section):
     tokens, seconds until the answer, and tokens of the answer. Beyond the last episode they repeat.
     """
 
-    def at_once(self) -> Episodes:
+    def at_once(self) -> SimEpisodes:
         recorded = tuple(tuple((n, 0.0, answer) for n, _, answer in e) for e in self.recorded)
-        return self.model_copy(update={"wait_s": Waits(median=0, p95=0), "recorded": recorded})
+        return self.model_copy(
+            update={"wait_s": AnswerLatency(median=0, p95=0), "recorded": recorded}
+        )
 
 
 class Turns:
     """The turns of each rollout, whose token counts come from :class:`Lengths`."""
 
-    def __init__(self, episodes: Episodes, lengths: Distribution, seed: int) -> None:
+    def __init__(self, episodes: SimEpisodes, lengths: Distribution, seed: int) -> None:
         self._episodes = episodes
         self._lengths = lengths
         self._seed = seed
         self._first = Lengths(lengths, seed)
 
-    def __call__(self, rollout_id: int) -> Sequence[Turn]:
+    def __call__(self, rollout_id: int) -> Sequence[SimTurn]:
         """Return all turns of a rollout's episode, at least one, without token limits."""
         e = self._episodes
         if e.recorded:
-            return [Turn(*turn) for turn in e.recorded[rollout_id % len(e.recorded)]]
+            return [SimTurn(*turn) for turn in e.recorded[rollout_id % len(e.recorded)]]
         u = uniform(self._seed, "turns", rollout_id)
         last = max(1, round(e.turns.quantile(u, rollout_id))) - 1
         return [self._turn(rollout_id, k, k == last) for k in range(last + 1)]
 
-    def _turn(self, rollout_id: int, k: int, last: bool) -> Turn:
+    def _turn(self, rollout_id: int, k: int, last: bool) -> SimTurn:
         tokens = self._first(rollout_id) if not k else self._tokens(self._lengths, rollout_id, k)
         if last:
-            return Turn(tokens, 0.0, 0)
+            return SimTurn(tokens, 0.0, 0)
         wait_s = self._episodes.wait_s.quantile(uniform(self._seed, "wait", rollout_id, k))
-        return Turn(tokens, wait_s, self._tokens(self._episodes.answer_tokens, rollout_id, -1 - k))
+        return SimTurn(
+            tokens, wait_s, self._tokens(self._episodes.answer_tokens, rollout_id, -1 - k)
+        )
 
     def _tokens(self, distribution: Distribution, rollout_id: int, place: int) -> int:
         u = uniform(self._seed, "length", rollout_id, place)
@@ -133,7 +137,7 @@ class SimEnvironment:
 
     def __init__(
         self,
-        turns: Callable[[int], Sequence[Turn]],
+        turns: Callable[[int], Sequence[SimTurn]],
         max_new_tokens: int,
         reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
     ) -> None:
