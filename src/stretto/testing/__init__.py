@@ -31,7 +31,7 @@ from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.loop import VirtualClock
 from stretto.runtime.sim.resources import SimWorker
 from stretto.runtime.sim.sim_roles import PendingRollout, SimLearner, SimScorer
-from stretto.runtime.sim.turns import SimEnvironment, Turn
+from stretto.runtime.sim.turns import SimEnvironment, SimTurn
 from stretto.types import (
     Chunk,
     Decoded,
@@ -194,9 +194,9 @@ class FakeEnvironment(SimEnvironment):
         self.seconds = seconds
         self.lost: set[int] = set()
 
-    def _turns_of(self, rollout_id: int) -> Sequence[Turn]:
+    def _turns_of(self, rollout_id: int) -> Sequence[SimTurn]:
         wait_s = self.seconds[rollout_id % len(self.seconds)]
-        return [Turn(n, wait_s, CONTEXT_TOKENS) for n in self.world.turns_of(rollout_id)]
+        return [SimTurn(n, wait_s, CONTEXT_TOKENS) for n in self.world.turns_of(rollout_id)]
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         self.world.write(f"env open {response.id} {len(log)}")
