@@ -9,14 +9,15 @@ is the learner's version minus the oldest version among its tokens.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from stretto.stateful import Unsaved
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
@@ -218,7 +219,8 @@ class Observation:
             one of the episode, or a fork with a new id.
         number: 0 for the opening of an episode, then increasing by 1.
         tokens: context for that sample, [t]. Empty if the episode is over.
-        prompt: prompt of a new sample: of each fork, and of an opening that changes it.
+        prompt: prompt of a new sample: of each fork, and of an opening that changes it. Not saved,
+            because the rollout keeps it.
         reward: reward of the turn. For the last turn, plus the reward of the episode.
         ended_by: why the episode is over: ``environment``, ``turn_tokens``, ``tokens``, ``turns``
             or ``seconds``. Empty while it continues.
@@ -233,7 +235,7 @@ class Observation:
     rollout_id: int
     number: int
     tokens: IntArray
-    prompt: Prompt | None = None
+    prompt: Unsaved[Prompt | None] = None
     reward: float | None = None
     ended_by: str = ""
     messages: tuple[Message, ...] = ()
@@ -241,23 +243,6 @@ class Observation:
     max_turn_tokens: int = 0
     stop: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain data, without the prompt, which its rollout keeps."""
-        state = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
-        return {
-            **state,
-            "tokens": self.tokens.tolist(),
-            "messages": list(self.messages),
-            "left": list(self.left),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Observation:
-        """Restore an observation from :meth:`state_dict`."""
-        tokens = np.array(state["tokens"], np.int32)
-        tuples = {name: tuple(state.get(name, ())) for name in ("messages", "left", "stop")}
-        return cls(**{**state, "tokens": tokens, **tuples})
 
 
 def short_name(scorer: str) -> str:
@@ -290,17 +275,6 @@ class Score:
         """The value of a scalar score. ``None`` if it does not apply, or failed."""
         return float(self.values[0]) if len(self.values) else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields, with values as an array, for :meth:`from_state`."""
-        values = array("f")
-        values.frombytes(np.ascontiguousarray(self.values, np.float32).view(np.uint8).data)
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"values": values}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Score:
-        """Restore a score from fields. Values may be of any kind that numpy accepts."""
-        return cls(**{**state, "values": np.asarray(state["values"], np.float32)})
-
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
@@ -311,13 +285,14 @@ class WeightsRef:
         version: number of preceding weight syncs.
         fingerprint: of the tensors at the learner. The loading role computes it again and raises an
             error if the two differ.
-        channel: location of the tensors. Empty if both sides share memory and none are sent.
+        channel: location of the tensors. Empty if both sides share memory and none are sent. Not
+            saved, because it depends on the runtime.
     """
 
     model: str
     version: int
     fingerprint: str
-    channel: str = ""
+    channel: Unsaved[str] = ""
 
 
 Hold = Literal["keep", "offload", "remake"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -30,8 +29,10 @@ from stretto.environments.launch import is_program
 from stretto.environments.program import PlacedPrograms, ProgramEnvironment, reward_of
 from stretto.environments.sessions import Sessions
 from stretto.errors import EngineError, EpisodeLostError, RewardError
+from stretto.plain import dumps, parse
 from stretto.schedules.rollout import Rollout
 from stretto.serving.answers import received
+from stretto.stateful import from_plain, to_plain
 from stretto.types import FORKS, Chunk, FinishReason, Observation, Prompt, Sampling, episode_of
 
 pytest.importorskip("uvicorn")
@@ -362,7 +363,7 @@ def test_a_stop_string_of_a_request_ends_its_turn() -> None:
         assert turn.response().sampling == expected
     (rollout,) = episode.rollouts.values()
     assert rollout.messages[:2] == ({"role": "assistant", "content": "on"}, user("r"))
-    again = Observation.from_state(json.loads(json.dumps(episode.observations[0].state_dict())))
+    again = from_plain(Observation, parse(dumps(to_plain(episode.observations[0]))))
     assert again.stop == ("END", "\n\n")
 
 

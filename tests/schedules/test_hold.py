@@ -17,7 +17,6 @@ from stretto.schedules.hold import (
     HoldLimits,
     Parked,
     Waiting,
-    WaitModel,
 )
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Rollout
@@ -38,24 +37,24 @@ LIMITS = HoldLimits(cache_tokens=1000, prefill_tokens_per_s=100.0, copy_tokens_p
 
 
 def test_what_is_left_of_a_wait() -> None:
-    model = WaitModel()
+    model = AutoHold(LIMITS)
     assert model.remaining_s("search", 3.0) == 3.0  # nothing is known: as long again
     for seconds in (1.0, 2.0, 3.0, 10.0):
-        model.observe("search", seconds)
+        model.waited("search", seconds)
     assert model.remaining_s("search", 0.0) == 4.0
     assert model.remaining_s("search", 2.0) == pytest.approx((3 + 10) / 2 - 2)
     assert model.remaining_s("search", 9.0) == pytest.approx(1.0)
     assert model.remaining_s("search", 12.0) == 12.0
-    model.observe("python", 30.0)
+    model.waited("python", 30.0)
     assert model.remaining_s("search", 0.0) == 4.0
     assert model.remaining_s("unknown", 0.0) == pytest.approx((1 + 2 + 3 + 10 + 30) / 5)
 
 
 def test_waits_of_long_ago_are_forgotten() -> None:
-    model = WaitModel()
-    model.observe("", 1000.0)
+    model = AutoHold(LIMITS)
+    model.waited("", 1000.0)
     for _ in range(WINDOW):
-        model.observe("", 2.0)
+        model.waited("", 2.0)
     assert model.remaining_s("", 0.0) == 2.0
 
 

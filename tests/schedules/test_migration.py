@@ -135,7 +135,7 @@ def test_a_fixed_share() -> None:
     policy = FixedMigration(limits_of(), 64, 0.2)
     assert policy.threshold() == 13
     assert policy.plan([[(1, 1)], [(2, 1)]]).freed == [1]
-    assert policy.state_dict() == {}
+    assert policy.state_dict() == {"place": 0}
     assert FixedMigration(limits_of(), 64, 0).threshold() == 0
 
 

@@ -41,6 +41,7 @@ from stretto.scoring.conventions import convention_of
 from stretto.scoring.function_host import open_function
 from stretto.scoring.functions import Answers, FunctionScorer
 from stretto.scoring.response_buffer import response_text
+from stretto.stateful import from_plain, to_plain
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow, fingerprint
 from stretto.types import FinishReason, Message, Prompt, Score
@@ -721,7 +722,7 @@ def test_none_says_does_not_apply_in_trls_convention_alone(function: Scorers, na
     assert (scores[1].failure is None) == (name in ("trl", "array"))
     assert scores[1].values.shape == (0,)
     assert "it returned nan where" in (scores[2].failure or "")
-    back = [Score.from_state(score.state_dict()) for score in scores]
+    back = [from_plain(Score, to_plain(score)) for score in scores]
     assert [(s.scalar, s.failure) for s in back] == [(s.scalar, s.failure) for s in scores]
 
 

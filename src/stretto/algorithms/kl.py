@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.config.algorithm import Estimator
-from stretto.errors import LearnerError, StateError
+from stretto.errors import LearnerError
+from stretto.stateful import Stateful
 
 _ERROR_CLIP = 0.2
 """Ziegler et al. 2019, section 2.2: the proportional error is clipped to +-0.2."""
@@ -32,7 +32,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tens
     return torch.expm1(-d) + d
 
 
-class AdaptiveKL:
+class AdaptiveKL(Stateful):
     """The coefficient beta of the KL penalty, adapted in proportion to the KL's relative error.
 
     Ziegler et al. 2019, section 2.2::
@@ -43,6 +43,8 @@ class AdaptiveKL:
     ``n`` must be less than 5 horizons for beta to stay above 0, which the settings check. The
     target is in nats per response. A target of 0 keeps beta fixed.
     """
+
+    saved = ("coef",)
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
         self.coef = coef
@@ -61,16 +63,3 @@ class AdaptiveKL:
             )
         error = min(max(kl / self._target - 1, -_ERROR_CLIP), _ERROR_CLIP)
         self.coef *= 1 + error * n / self._horizon
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`. Raises StateError if its keys differ."""
-        if set(state) != {"coef"}:
-            raise StateError(
-                f"the state of AdaptiveKL holds 'coef' alone; got {sorted(state)}. "
-                "Resume from a checkpoint of this version",
-                "foreign-state",
-            )
-        self.coef = float(state["coef"])

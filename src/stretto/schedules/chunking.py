@@ -7,8 +7,9 @@ from statistics import median
 from typing import Protocol, runtime_checkable
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
+from stretto.schedules.controller import Controller, Feedback, Fixed
 from stretto.schedules.predictors import LengthModel
+from stretto.stateful import Stateful
 
 SHORTEST = 8  # tokens. In smaller chunks the calls cost more than they overlap
 LONG = 0.95  # quantile of lengths that counts as a long response
@@ -51,7 +52,7 @@ class TunedChunk(Stateful):
     first window, because the first responses to finish are short.
     """
 
-    saved = ("sizes", "tokens", "place", "times", "lengths")
+    saved = ("_sizes", "_tokens", "_place", "_times", "_lengths")
 
     def __init__(
         self, candidates: Sequence[int] = OF_RESPONSES, window: int = 50, *, max_new_tokens: int

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from stretto.errors import ConfigError
 from stretto.protocols import Clock
 from stretto.schedules.rollout import Rollout
+from stretto.stateful import Stateful
 from stretto.types import Stats
 
 REWARD = "objective/scores"  # the learner's mean reward of a batch
@@ -53,35 +53,16 @@ class Controller(Protocol):
         """Restore :meth:`state_dict`."""
 
 
-class Stateful:
-    """Base class whose state is in private attributes: plain data, or Stateful objects."""
-
-    saved: ClassVar[tuple[str, ...]] = ()  # names of these attributes, without the underscore
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, f"_{name}") for name in self.saved}
-        return {
-            name: part.state_dict() if isinstance(part, Stateful) else deepcopy(part)
-            for name, part in parts.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.saved:
-            part = getattr(self, f"_{name}")
-            if isinstance(part, Stateful):
-                part.load_state_dict(state[name])
-            else:
-                setattr(self, f"_{name}", deepcopy(state[name]))
-
-
 def check_least(least: int, **numbers: float) -> None:
     for name, number in numbers.items():
         if number < least:
             raise ConfigError(f"{name} is at least {least}; got {number}", "number-too-small")
 
 
-class Fixed:
+class Fixed(Stateful):
     """Controller that learns nothing. It uses one number per step, and the last one stays."""
+
+    saved = ("_place",)
 
     def __init__(self, name: str, least: int, numbers: Sequence[int]) -> None:
         check_least(1, **{f"how many times {name} is given": len(numbers)})
@@ -95,17 +76,11 @@ class Fixed:
     def observe(self, feedback: Feedback) -> None:
         self._place += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self._place} if len(self._numbers) > 1 else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._place = state.get("place", 0)
-
 
 class Meter(Stateful):
     """Measures steps for metrics, and rounds for controllers. Times are not saved."""
 
-    saved = ("rewards", "lengths", "beyond")
+    saved = ("_rewards", "_lengths", "_beyond")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError, without_advice
 from stretto.protocols import Clock, Replaceable, Tracer
 from stretto.schedules.waits import Phases, Waits, Work, deadline
+from stretto.stateful import from_plain, to_plain
 from stretto.types import WeightsRef, short_name
 
 T = TypeVar("T")
@@ -117,25 +118,17 @@ class Fleet:
         return dict(zip(names, map(float, self.totals), strict=False))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"held": tickets_of(self.held), "totals": list(self.totals)}
+        return {"held": to_plain(self.held), "totals": list(self.totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], channel: str = "") -> None:
         self.held = {**self.held, **tickets_from(state["held"], channel)}
         self._before = list(state["totals"])
 
 
-def tickets_of(refs: Mapping[str, WeightsRef]) -> dict[str, Any]:
-    """Return tickets as plain data, without the channel, because it depends on the runtime."""
-    return {
-        model: {"version": ref.version, "fingerprint": ref.fingerprint}
-        for model, ref in refs.items()
-    }
-
-
 def tickets_from(state: Mapping[str, Any], channel: str) -> dict[str, WeightsRef]:
-    """Restore :func:`tickets_of`, for weights in a channel."""
+    """Restore tickets by model, for weights in a channel."""
     return {
-        model: WeightsRef(model, ref["version"], ref["fingerprint"], channel)
+        model: from_plain(WeightsRef, {**ref, "model": model}, channel=channel)
         for model, ref in state.items()
     }
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Stateful, check_least
+from stretto.schedules.controller import check_least
 from stretto.schedules.rollout import Rollout
+from stretto.stateful import Stateful
 from stretto.types import Hold
 
 WINDOW = 256  # latest waits remembered per kind
@@ -53,27 +54,6 @@ class Waiting:
     kind: str = ""  # the environment's name if known, because its waits are similar
 
 
-class WaitModel(Stateful):
-    """Predicts waits by their kind, from the latest ones.
-
-    The rest of a wait is the mean rest of remembered waits that lasted longer. If none did, it is
-    the time waited so far, as in a heavy tail. An unknown kind uses the waits of all kinds.
-    """
-
-    saved = ("seconds",)
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = {}
-
-    def observe(self, kind: str, seconds: float) -> None:
-        self._seconds[kind] = [*self._seconds.get(kind, ()), seconds][-WINDOW:]
-
-    def remaining_s(self, kind: str, waited_s: float) -> float:
-        all_seconds = [s for waits in self._seconds.values() for s in waits]
-        longer = [s for s in self._seconds.get(kind, all_seconds) if s > waited_s]
-        return sum(longer) / len(longer) - waited_s if longer else waited_s
-
-
 @runtime_checkable
 class HoldPolicy(Protocol):
     """Decides on the KV cache of waiting rollouts, and learns from past waits."""
@@ -106,7 +86,7 @@ class FixedHold(Stateful):
         return {} if self._how == "keep" else {w.rollout_id: self._how for w in waiting}
 
 
-class AutoHold:
+class AutoHold(Stateful):
     """Releases caches only if there is no room, and the cheapest first.
 
     A rollout of n tokens with w more expected seconds of waiting frees ``n w`` token-seconds, and
@@ -114,11 +94,24 @@ class AutoHold:
     token-second goes first, until the rest fits. A cache that costs w or more is never released.
     """
 
+    saved = ("_seconds",)
+
     def __init__(self, limits: HoldLimits) -> None:
-        self._limits, self._waits = limits, WaitModel()
+        self._limits = limits
+        self._seconds: dict[str, list[float]] = {}  # of the latest waits, by kind
 
     def waited(self, kind: str, seconds: float) -> None:
-        self._waits.observe(kind, seconds)
+        self._seconds[kind] = [*self._seconds.get(kind, ()), seconds][-WINDOW:]
+
+    def remaining_s(self, kind: str, waited_s: float) -> float:
+        """Predict the rest of a wait: the mean rest of remembered waits that lasted longer.
+
+        If none did, it is the time waited so far, as in a heavy tail. An unknown kind uses the
+        waits of all kinds.
+        """
+        all_seconds = [s for waits in self._seconds.values() for s in waits]
+        longer = [s for s in self._seconds.get(kind, all_seconds) if s > waited_s]
+        return sum(longer) / len(longer) - waited_s if longer else waited_s
 
     def decide(self, waiting: Sequence[Waiting], decoding: int, now_s: float) -> Mapping[int, Hold]:
         capacity = self._limits.cache_tokens
@@ -130,7 +123,7 @@ class AutoHold:
         offers: list[tuple[float, int, int, Hold]] = []
         for w in waiting:
             how, cost_s = self._limits.let_go(w.tokens)
-            left_s = self._waits.remaining_s(w.kind, now_s - w.since_s)
+            left_s = self.remaining_s(w.kind, now_s - w.since_s)
             if left_s > cost_s:
                 offers.append((cost_s / (w.tokens * left_s), w.rollout_id, w.tokens, how))
         treatments: dict[int, Hold] = {}
@@ -140,12 +133,6 @@ class AutoHold:
             treatments[id_] = how
             excess_tokens -= tokens
         return treatments
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._waits.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._waits.load_state_dict(state)
 
 
 class Parked:

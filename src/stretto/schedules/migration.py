@@ -143,7 +143,7 @@ class AutoMigration(Simulating):
     migration saves less than 2 %. It is chosen after steps 1, 2, 4, 8 and multiples of ``every``.
     """
 
-    saved = ("threshold", "beyond", "steps", "lengths", "latency")
+    saved = (*Simulating.saved, "_threshold", "_beyond")
 
     def __init__(
         self,

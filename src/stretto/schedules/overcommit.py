@@ -9,8 +9,9 @@ import numpy as np
 
 from stretto.bounds import ceil_div
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful, check_least
+from stretto.schedules.controller import Controller, Feedback, Fixed, check_least
 from stretto.schedules.predictors import FloatArray, IntArray, Simulating, drain_seconds, under_way
+from stretto.stateful import Stateful
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
 """Candidates for delta, as shares of the batch."""
@@ -44,7 +45,7 @@ class FixedOvercommit(Fixed):
 class _RewardRule(Stateful):
     """Base class of OPPO's two rules: a delta between bounds, and the latest rewards."""
 
-    saved: ClassVar[tuple[str, ...]] = ("delta", "rewards")
+    saved: ClassVar[tuple[str, ...]] = ("_delta", "_rewards")
 
     def __init__(self, start: int, low: int, high: int, window: int) -> None:
         check_least(0, low=low)
@@ -74,7 +75,7 @@ class Equation4(_RewardRule):
     the other way. Once there is a slope, delta changes once per ``every`` steps.
     """
 
-    saved = ("delta", "rewards", "wait")
+    saved = ("_delta", "_rewards", "_wait")
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class ThroughputOvercommit(Simulating):
     ``max_carries`` batches, because then some rollouts would be carried more often.
     """
 
-    saved = ("delta", "steps", "lengths", "latency", "overheads")
+    saved = (*Simulating.saved, "_delta", "_overheads")
 
     def __init__(
         self,

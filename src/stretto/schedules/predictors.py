@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import StateError
-from stretto.schedules.controller import DecodeSample, Feedback, Stateful, check_least
+from stretto.schedules.controller import DecodeSample, Feedback, check_least
+from stretto.stateful import Stateful
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -35,7 +36,7 @@ class LengthModel(Stateful):
     it is constant, as many long ones start as end, so the lengths have no bias.
     """
 
-    saved = ("steps",)
+    saved = ("_steps",)
 
     def __init__(self, window: int) -> None:
         check_least(1, window=window)
@@ -127,7 +128,7 @@ class LatencyModel(Stateful):
     that all have the same number of rows give a flat curve.
     """
 
-    saved = ("calls",)
+    saved = ("_calls",)
 
     def __init__(self) -> None:
         self._calls: list[list[float]] = []  # rows, steps, seconds, first or not, carried
@@ -235,6 +236,8 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
 
 class Simulating(Stateful):
     """Base class of controllers that simulate steps: lengths, decode calls, steps seen."""
+
+    saved: ClassVar[tuple[str, ...]] = ("_lengths", "_latency", "_steps")
 
     def __init__(self, window: int) -> None:
         self._lengths = LengthModel(window)

@@ -16,6 +16,7 @@ import numpy as np
 from stretto.config.capabilities import ENVIRONMENT
 from stretto.errors import LifecycleError, RewardError, StateError
 from stretto.plain import is_finite
+from stretto.stateful import Stateful, Unsaved, from_plain, to_plain
 from stretto.types import (
     CONTEXT,
     BoolArray,
@@ -77,25 +78,27 @@ class Rollout:
     """
 
     id: int  # stable over the run, in dispatch order
-    prompt: Prompt
+    prompt: Unsaved[Prompt]
     group: int  # shared by the rollouts of one prompt in one draw
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))  # as sampled
     versions: array[int] = field(default_factory=lambda: array("i"))
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED
-    scores: dict[str, Score] = field(default_factory=dict)
+    scores: Unsaved[dict[str, Score]] = field(default_factory=dict)
     carries: int = 0  # rounds that ended without it since dispatch
     rejected_because: str = ""
-    sampling: Sampling | None = None  # its own, for evaluations and episodes. Not saved
-    asked: Prompt | None = None  # the task's prompt, if ``prompt`` is another
+    sampling: Unsaved[Sampling | None] = None  # its own, for evaluations and episodes
+    asked: Unsaved[Prompt | None] = None  # the task's prompt, if ``prompt`` is another
     context: list[tuple[int, int]] = field(default_factory=list)  # spans of context
     log: list[Observation] = field(default_factory=list)  # that opened, continued or ended it
     turns: list[int] = field(default_factory=list)  # tokens at the end of each turn
     turn_rewards: list[float] = field(default_factory=list)  # of the answered turns
     ended_by: str = ""  # as in Observation
     left: tuple[Message, ...] = ()  # the last turn, if another sample continued after it
-    samples: list[Rollout] = field(default_factory=list, repr=False, compare=False)  # of an episode
+    samples: Unsaved[list[Rollout]] = field(  # of an episode
+        default_factory=list, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -237,31 +240,13 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and the arrays themselves. Prompts become an id and a fingerprint."""
-        return {
-            "id": self.id,
-            "prompt": self.prompt.id,
-            "prompt_mark": _mark(self.asked or self.prompt),
-            "group": self.group,
-            "tokens": self.tokens,
-            "logprobs": self.logprobs,
-            "versions": self.versions,
-            "finish": self.finish and str(self.finish),
-            "state": str(self.state),
-            "carries": self.carries,
-            "scores": [score.state_dict() for score in self.scores.values()],
-            **({"episode": self._episode_state()} if self.log else {}),
-        }
-
-    def _episode_state(self) -> dict[str, Any]:
         opening = self.asked and (self.prompt.tokens, self.prompt.text, self.prompt.messages)
         return {
-            "context": list(self.context),
+            **to_plain(self),
+            "prompt": self.prompt.id,
+            "prompt_mark": _mark(self.asked or self.prompt),
             "opened": opening,
-            "turns": list(self.turns),
-            "turn_rewards": list(self.turn_rewards),
-            "ended_by": self.ended_by,
-            "left": list(self.left),
-            "log": [o.state_dict() for o in self.log],
+            "scores": [to_plain(score) for score in self.scores.values()],
         }
 
     @classmethod
@@ -275,32 +260,15 @@ class Rollout:
                 "rows in the order of Python sets need PYTHONHASHSEED=0 in the environment",
                 "prompt-changed",
             )
-        episode = state.get("episode", {})
-        task, opening = None, episode.get("opened")
-        log = [Observation.from_state(o) for o in episode.get("log", ())]
-        if opening:
+        state = {**state, **state.get("episode", {})}  # older states have a part of an episode
+        scores = [from_plain(Score, score) for score in state["scores"]]
+        rollout = from_plain(cls, state, prompt=prompt, scores={s.source: s for s in scores})
+        if opening := state.get("opened"):
             tokens, text, messages = opening
-            task, prompt = prompt, replace(prompt, tokens=tokens, text=text, messages=messages)
-            log[0] = replace(log[0], prompt=prompt)
-        return cls(
-            id=state["id"],
-            prompt=prompt,
-            group=state["group"],
-            tokens=array("i", np.asarray(state["tokens"], np.int32).tobytes()),
-            logprobs=array("f", np.asarray(state["logprobs"], np.float32).tobytes()),
-            versions=array("i", np.asarray(state["versions"], np.int32).tobytes()),
-            finish=FinishReason(state["finish"]) if state["finish"] else None,
-            state=RolloutState(state["state"]),
-            carries=state["carries"],
-            scores={s["source"]: Score.from_state(s) for s in state["scores"]},
-            asked=task,
-            context=[(start, end) for start, end in episode.get("context", ())],
-            log=log,
-            turns=list(episode.get("turns", ())),
-            turn_rewards=list(episode.get("turn_rewards", ())),
-            ended_by=episode.get("ended_by", ""),
-            left=tuple(episode.get("left", ())),
-        )
+            rollout.asked = prompt
+            rollout.prompt = replace(prompt, tokens=tokens, text=text, messages=messages)
+            rollout.log[0] = replace(rollout.log[0], prompt=rollout.prompt)
+        return rollout
 
 
 def _messages_of(samples: Sequence[Rollout]) -> tuple[Message, ...]:
@@ -330,18 +298,19 @@ def restored(
     return [Rollout.from_state(state, prompt_by_id(state["prompt"])) for state in states]
 
 
-class Ledger:
+class Ledger(Stateful):
     """Checks at every move of a rollout that dispatched = in flight + trained + rejected. Used
     directly by evaluations. Training overrides its events, so that scorers follow rollouts.
     """
+
+    saved = ("dispatched", "trained", "rejected", "_in_flight")
 
     def __init__(self) -> None:
         self.rollouts: dict[int, Rollout] = {}  # in flight, by id
         self.dispatched = 0
         self.trained = 0
         self.rejected: Counter[str] = Counter()
-        self._rejections = 0
-        self._in_flight: dict[int, RolloutState] = {}
+        self._in_flight: dict[int, str] = {}  # states, by id
 
     @property
     def in_flight(self) -> int:
@@ -362,7 +331,7 @@ class Ledger:
     def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         """Change a rollout's state. LifecycleError if its present one differs from the ledger's."""
         recorded_state = self._in_flight.get(rollout.id)
-        if recorded_state is not rollout.state:
+        if recorded_state != rollout.state:
             raise LifecycleError(
                 f"rollout {rollout.id} is {rollout.state}, but the books have it as "
                 f"{recorded_state or 'not in flight'}",
@@ -377,7 +346,6 @@ class Ledger:
             self.trained += 1
         if state is RolloutState.REJECTED:
             self.rejected[because] += 1
-            self._rejections += 1
         self._check()
 
     def join(self, fork: Rollout) -> None:
@@ -396,28 +364,17 @@ class Ledger:
         """Called when a rollout has all its tokens."""
 
     def _check(self) -> None:
-        if self.dispatched != len(self._in_flight) + self.trained + self._rejections:
+        rejections = self.rejected.total()
+        if self.dispatched != self.in_flight + self.trained + rejections:
             raise LifecycleError(
                 f"the books do not balance: {self.dispatched} dispatched, but {self.in_flight} in "
-                f"flight + {self.trained} trained + {self._rejections} rejected",
+                f"flight + {self.trained} trained + {rejections} rejected",
                 "books-unbalanced",
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the states of rollouts in flight, as plain data."""
-        return {
-            "dispatched": self.dispatched,
-            "trained": self.trained,
-            "rejected": dict(self.rejected),
-            "in_flight": {id_: str(state) for id_, state in self._in_flight.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, without the rollouts."""
-        self.dispatched, self.trained = state["dispatched"], state["trained"]
-        self.rejected = Counter(state["rejected"])
-        self._rejections = self.rejected.total()
-        self._in_flight = {id_: RolloutState(s) for id_, s in state["in_flight"].items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, without the rollouts."""
+        super().load_state_dict(state)
         self._check()
 
 

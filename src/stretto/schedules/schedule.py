@@ -23,7 +23,7 @@ from stretto.protocols import DRIVER, Clock, Environment, Generator, Learner, Tr
 from stretto.schedules.controls import Controls
 from stretto.schedules.episode_metrics import episode_metrics
 from stretto.schedules.evaluation import Evaluation
-from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
+from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from
 from stretto.schedules.rollout import (
     Rollout,
     RolloutState,
@@ -35,6 +35,7 @@ from stretto.schedules.rollout import (
 from stretto.schedules.rounds import Rounds
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.waits import Phases, Text, Waits, deadline, first_of
+from stretto.stateful import to_plain
 from stretto.types import Prompt, Stats, TrainBatch, WeightsRef
 
 
@@ -298,7 +299,7 @@ class Schedule:
             "evaluated": self._reported,
             "metrics": [dict(r.metrics), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
-            "weights": tickets_of(self.pending),
+            "weights": to_plain(self.pending),
             "fleet": self.fleet.state_dict(),
             **{
                 name: controller.state_dict()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS
 from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
+from stretto.stateful import Stateful
 
 CALIBRATION_TOKENS = 1000
 """Response tokens measured before the rounding estimate is used."""
@@ -42,7 +42,7 @@ def differences(metrics: Metrics) -> dict[str, float]:
     }
 
 
-class Agreement:
+class Agreement(Stateful):
     """Checks the engine's log-probs against the learner's, on responses of the same weights.
 
     The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
@@ -50,6 +50,8 @@ class Agreement:
     is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A
     ``given`` tolerance above 0 replaces all of this.
     """
+
+    saved = ("_squares", "_tokens")
 
     def __init__(self, dtype: torch.dtype, given: float) -> None:
         self._given, self._coarse = given, is_coarse(dtype)
@@ -89,9 +91,3 @@ class Agreement:
             )
         if not self._given and self._measured is None:
             self._squares, self._tokens = self._squares + squares, self._tokens + tokens
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"squares": self._squares, "tokens": self._tokens}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._squares, self._tokens = state["squares"], state["tokens"]
