@@ -24,10 +24,11 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -220,7 +221,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 # -- during a run --------------------------------------------------------------------------------
 
 
-class Checkpointer:
+class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
     """Writes a run's checkpoints, each staged between two steps and written by a thread.
 
     - Staging copies the state that training changes, so that training continues during the write.
@@ -275,9 +276,6 @@ class Checkpointer:
 
     def write_last(self, step: int, staged: Staged) -> Path:
         return save(self._folder, step, {**staged.files, INPUTS: self._write_inputs})
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the write in progress. Its failure does not hide an earlier error."""

@@ -7,9 +7,8 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from statistics import fmean
-from typing import Self
 
 from stretto import files
 from stretto.assembly.run_models import Overrides
@@ -95,7 +94,7 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
     return answers
 
 
-class Evaluator:
+class Evaluator(AbstractAsyncContextManager["Evaluator"]):
     """Runs the evaluations of a run and keeps the best one's model.
 
     - That model is copied before its weights change, and written by a thread during training.
@@ -178,9 +177,6 @@ class Evaluator:
         finally:
             if self._writing.done():
                 self._writing = None
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the write in progress. Its failure does not hide an earlier error."""

@@ -42,10 +42,6 @@ class LoadedRun:
     machine: str = ""
     starts: Sequence[Mapping[str, Any]] = ()  # date, command and versions, oldest first
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        points = [(int(m["step"]), m[metric]) for m in self.metrics if finite(m.get(metric))]
-        return [step for step, _ in points], [float(value) for _, value in points]
-
     def times_s(self) -> dict[int, float]:
         """Return seconds from the run's start to each step's end, summed up if not recorded."""
         times: dict[int, float] = {}
@@ -204,7 +200,7 @@ def about(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
 
 
 def last_reward(run: LoadedRun) -> float | None:
-    _, rewards = run.curve(REWARD)
+    rewards = [float(m[REWARD]) for m in run.metrics if finite(m.get(REWARD))]
     return fmean(rewards[-math.ceil(len(rewards) / LAST_SHARE) :]) if rewards else None
 
 
