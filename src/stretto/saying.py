@@ -34,15 +34,13 @@ class Display:
         return nullcontext(unseen)
 
 
+silent = Display()  # shows nothing
+
+
 def working(
     say: Say, what: str, total: int = 0, limit_s: float = inf
 ) -> AbstractContextManager[Advance]:
-    display = say if isinstance(say, Display) else Display()
-    return display.working(what, total, limit_s)
-
-
-def silent(_: str) -> None:
-    """Show nothing."""
+    return (say if isinstance(say, Display) else silent).working(what, total, limit_s)
 
 
 def unseen(_: int) -> None:

@@ -56,23 +56,20 @@ class Tracker(Protocol):
         """Close the tracker. Called once, even after an error or an interrupt."""
 
 
-def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
-    """Return samples as columns and rows, with a column for each source of scores."""
-    sources = list(dict.fromkeys(name for sample in samples for name in sample.scores))
-    rows = [
-        [s.reward, *map(s.scores.get, sources), s.tokens, s.finish]
-        + [text[:CELL_CHARS] for text in (s.prompt, s.response)]
-        for s in samples
-    ]
-    return ["reward", *sources, "tokens", "finish", "prompt", "response"], rows
-
-
 def send(
     tracker: Tracker, step: int, stats: Mapping[str, float], samples: Sequence[Sample]
 ) -> None:
+    """Send a step's metrics, and a table of its samples with a column for each source of scores."""
     tracker.log(step, stats)
     if samples and hasattr(tracker, "log_samples"):
-        tracker.log_samples(step, *sample_table(samples))
+        sources = list(dict.fromkeys(name for sample in samples for name in sample.scores))
+        columns = ["reward", *sources, "tokens", "finish", "prompt", "response"]
+        rows = [
+            [s.reward, *map(s.scores.get, sources), s.tokens, s.finish]
+            + [text[:CELL_CHARS] for text in (s.prompt, s.response)]
+            for s in samples
+        ]
+        tracker.log_samples(step, columns, rows)
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

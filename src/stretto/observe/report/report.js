@@ -362,7 +362,6 @@ function lengthChart() {
     const [p, m] = [place(run.p95), place(run.max)];
     draw(svg, "path", { d: `M${p - 6} ${y}L${p} ${y - 6}L${p + 6} ${y}L${p} ${y + 6}Z`, fill: colour });
     draw(svg, "path", { d: `M${m} ${y - 7}V${y + 7}`, stroke: colour, "stroke-width": 3 });
-    const rejected = run.rejected ? `, ${run.rejected} rejected` : "";
   });
   host.append(node("div", { class: "legend small" },
     ...runs.map((run) => key(runColour(run.index), `median ${number(run.median)}, p95 ${number(run.p95)}, max ${number(run.max)}; ${run.total.toLocaleString("en")} responses${run.rejected ? `, ${run.rejected} rejected` : ""}`)),
