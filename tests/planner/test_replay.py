@@ -33,7 +33,7 @@ from stretto.runtime.sim.costs import (
     DriverCost,
     GeneratorCost,
     PrefillCost,
-    Speculation,
+    SimSpeculation,
     TrainCost,
 )
 from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
@@ -356,7 +356,7 @@ def test_accepted_tokens_are_replayed_as_they_were_recorded() -> None:
     run = replace(run, spans=spans)
 
     (generator,) = run.cluster().generators
-    assert generator.speculation == Speculation(rows=2, proposed=2.5, accepted=0.5)
+    assert generator.speculation == SimSpeculation(rows=2, proposed=2.5, accepted=0.5)
     for name, value in (("speculative_tokens", 0), ("speculative_rows", 3)):
         with raises(ConfigError, "speculation-not-recorded", name):
             run.cluster(config.changed_in("rollout", engine_args={**args, name: value}))

@@ -38,7 +38,7 @@ from stretto.runtime.sim.costs import (
     GeneratorCost,
     PrefillCost,
     SampleCost,
-    Speculation,
+    SimSpeculation,
     TrainCost,
     TransferCost,
 )
@@ -165,7 +165,7 @@ def test_padded_rows_read_as_much_as_the_longest() -> None:
     """Rows of 2 + 3 and 10 + 1 tokens; the second ends after two steps, the first after four."""
     for padded, expected in ((False, (16 + 18) + (7 + 8)), (True, (22 + 24) + (7 + 8))):
         replica = Replica(
-            GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), 0, Speculation()
+            GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), 0, SimSpeculation()
         )
         for id_, prompt, tokens, length in ((0, 2, 3, 7), (1, 10, 1, 3)):
             row = SimRow(id_, id_, prompt, tokens, length, FinishReason.STOP, cached=99)
@@ -181,7 +181,7 @@ def test_a_token_costs_a_share_of_a_step_while_proposed_ones_are_verified() -> N
     it takes 1.5 s to make two.
     """
     cost = DecodeCost(step_s=6.0, row_s=1.0, weights_s=3.0, product_s=1.0)
-    few = Speculation(rows=2, proposed=2.0, accepted=0.5, draft_s=1.5)
+    few = SimSpeculation(rows=2, proposed=2.0, accepted=0.5, draft_s=1.5)
     replica = Replica(GeneratorCost(decode=cost), 0, few)
     for id_, length in enumerate((2, 4, 6)):
         replica.waiting.append(SimRow(id_, id_, 1, 0, length, FinishReason.STOP, cached=1))

@@ -25,7 +25,7 @@ from stretto.planner.calibration import Calibration, calibrate, role_of
 from stretto.planner.memory_model import SYNC
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import SampleCost, Speculation
+from stretto.runtime.sim.costs import SampleCost, SimSpeculation
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
 from stretto.runtime.sim.turns import SimEpisodes
@@ -146,15 +146,15 @@ class Recording:
             schedule=config.schedule,
         )
 
-    def _speculation(self) -> Speculation:
+    def _speculation(self) -> SimSpeculation:
         names = "eligible", "proposed", "accepted"
         eligible, proposed, accepted = (
             sum(s.attributes.get(name, 0) for s in self.spans if s.name == "gen") for name in names
         )
         if not eligible:
-            return Speculation()
+            return SimSpeculation()
         rows = self.config.rollout.speculative_rows
-        return Speculation(rows=rows, proposed=proposed / eligible, accepted=accepted / eligible)
+        return SimSpeculation(rows=rows, proposed=proposed / eligible, accepted=accepted / eligible)
 
     @property
     def _cores(self) -> int:

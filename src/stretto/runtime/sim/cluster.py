@@ -56,7 +56,7 @@ class GeneratorRole(Section):
     """Devices per replica. There are as many replicas as fit."""
     slots: NonNegativeInt = 0
     """Rollouts that a replica decodes together. 0: all in flight."""
-    speculation: costs.Speculation = costs.Speculation()
+    speculation: costs.SimSpeculation = costs.SimSpeculation()
     """Speculative decoding."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""

@@ -79,7 +79,7 @@ class DecodeCost(Section):
         overhead_s = steps * self.step_s + tokens * self.row_s + context * self.context_s
         return overhead_s + max(reads, computes)
 
-    def speculating(self, s: Speculation) -> DecodeCost:
+    def speculating(self, s: SimSpeculation) -> DecodeCost:
         """Return the cost per token and row if steps read proposed tokens and accept some."""
         read = {"row_s", "product_s", "attention_s"}
         costs = {
@@ -130,7 +130,7 @@ def _steps_within(first: float, more: float, seconds: float) -> int:
     return ceil(root * (1 - 1e-12))  # so that rounding does not add a step
 
 
-class Speculation(Section):
+class SimSpeculation(Section):
     """Steps that verify proposed tokens, while few rows are decoded."""
 
     rows: NonNegativeInt = 0

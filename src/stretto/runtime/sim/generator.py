@@ -29,7 +29,7 @@ import numpy as np
 
 from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
-from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, Speculation, TransferCost
+from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, SimSpeculation, TransferCost
 from stretto.runtime.sim.resources import SimWorker
 from stretto.runtime.sim.turns import SimTurn, turn_of
 from stretto.types import (
@@ -75,7 +75,7 @@ class SimRow:
 class Replica:
     """A copy of the model with its slots. 0 slots: unlimited."""
 
-    def __init__(self, cost: GeneratorCost, slots: int, speculation: Speculation) -> None:
+    def __init__(self, cost: GeneratorCost, slots: int, speculation: SimSpeculation) -> None:
         self._cost = cost
         self._slots = slots
         self._speculating = speculation.rows
