@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.config import TaskConfig
 from stretto.errors import TaskError
 from stretto.saying import Say, silent, working
-from stretto.tasks.procedural import ProceduralTask, ReasoningTask
+from stretto.tasks.procedural import ProceduralTask
 from stretto.tasks.tables import Gsm8kTask, TableTask
 from stretto.tasks.task import INDEX_KEY, Task, TaskRow
 
@@ -45,10 +45,8 @@ def load(config: TaskConfig, seed: int, say: Say = silent) -> Task:
         )
     with working(say, f"reading {config.name}"):
         match config.kind:
-            case "procedural":
+            case "procedural" | "reasoning-gym":
                 return ProceduralTask(config, seed)
-            case "reasoning-gym":
-                return ReasoningTask(config, seed)
             case "gsm8k":
                 return Gsm8kTask(config)
             case "dataset":

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import metadata
 from random import Random
 from typing import Any
@@ -97,36 +97,35 @@ class SpellBackward:
 PROBLEMS = {"chain_sum": ChainSum, "spell_backward": SpellBackward}
 
 
-class ProceduralTask(Task):
-    """Problems of one kind, which depend only on the seed."""
+class _BuiltIn:
+    """Problems of one kind, with the methods of reasoning-gym's datasets."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._problem = _problem(config)
-        self._size, self._extract = config.size or DEFAULT_SIZE, config.extract
-        self._made = lru_cache(maxsize=4096)(partial(self._problem.make, _row_seed(seed)))
+        self._problem, self._seed = _problem(config), seed
+        self._size = config.size or DEFAULT_SIZE
 
     def __len__(self) -> int:
         return self._size
 
-    def row(self, index: int) -> TaskRow:
-        question, answer = self._made(index)
-        data = {"question": question, "answer": answer}
-        return TaskRow(prompt=question, data=data, reference=answer, index=index)
+    def __getitem__(self, index: int) -> dict[str, str]:
+        question, answer = self._problem.make(self._seed, index)
+        return {"question": question, "answer": answer}
 
-    def verify(self, index: int, response: str) -> float:
-        answer = extract(response, self._extract)
-        return self._problem.score(answer, self._made(index)[1]) if answer else 0.0
+    def score_answer(self, answer: str | None, entry: Mapping[str, str]) -> float:
+        return self._problem.score(answer, entry["answer"]) if answer else 0.0
 
 
-class ReasoningTask(Task):
-    """A dataset of reasoning-gym, scored by its own verifier.
+class ProceduralTask(Task):
+    """Problems of one kind, built in or of reasoning-gym, scored by their own verifier.
 
     The rows of a few datasets follow the iteration order of Python sets, so they differ between
     processes unless the environment sets PYTHONHASHSEED.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._dataset = _reasoning_dataset(config, seed)
+        self._of_library = config.kind == "reasoning-gym"
+        open_dataset = _reasoning_dataset if self._of_library else _BuiltIn
+        self._dataset: Any = open_dataset(config, seed * SEED_STRIDE % 2**32)
         self._extract = config.extract
         # Cached, because a row may be slow to make, and is needed once per response.
         self._entry = lru_cache(maxsize=4096)(self._dataset.__getitem__)
@@ -142,16 +141,13 @@ class ReasoningTask(Task):
     @property
     def identity(self) -> Mapping[str, str]:
         """Number of rows, and the library's version. The settings determine the rest."""
-        return {**super().identity, "reasoning-gym": metadata.version("reasoning-gym")}
+        version = {"reasoning-gym": metadata.version("reasoning-gym")} if self._of_library else {}
+        return {**super().identity, **version}
 
     def verify(self, index: int, response: str) -> float:
         """Return the dataset's own score, mostly from 0 to 1. It gets a missing answer as None."""
         answer = extract(response, self._extract)
         return float(self._dataset.score_answer(answer, self._entry(index)))
-
-
-def _row_seed(seed: int) -> int:
-    return seed * SEED_STRIDE % 2**32
 
 
 def _check_names(config: TaskConfig, kind: Any) -> None:
@@ -200,7 +196,7 @@ def _reasoning_dataset(config: TaskConfig, seed: int) -> Any:
             "unknown-task",
         )
     _check_names(config, DATASETS[config.name][1])
-    size, seed = config.size or DEFAULT_SIZE, _row_seed(seed)
+    size = config.size or DEFAULT_SIZE
     try:
         return reasoning_gym.create_dataset(config.name, size=size, seed=seed, **config.settings)
     except (AssertionError, TypeError, ValueError) as error:
