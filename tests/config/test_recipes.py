@@ -231,6 +231,8 @@ def test_paths_in_a_file_are_from_here_or_else_from_its_folder(
         'sources = ["reward.py:score", "model:models/m", "none.py:score", "http://localhost/x"]',
         "[model]",
         'name = "tiny"',
+        "[rollout]",
+        'engine_args = { speculative_tokens = 2, speculative_model = "models/m" }',
     )
     (folder / "s.toml").write_text("\n".join(lines))
     config = recipes.load(folder / "s.toml")
@@ -243,3 +245,4 @@ def test_paths_in_a_file_are_from_here_or_else_from_its_folder(
         "http://localhost/x",
     )
     assert config.model.name == "tiny"
+    assert config.rollout.speculative_model == str(folder / "models" / "m")

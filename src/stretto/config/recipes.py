@@ -43,7 +43,7 @@ _PATHS = (
     ("observe", "trackers"),
     ("model", "name"),
     ("critic", "init"),
-    ("rollout", "speculative_model"),
+    ("rollout", "engine_args"),
     ("algorithm", "name"),
     ("schedule", "controllers"),
 )
