@@ -11,8 +11,8 @@ from bridge_helpers import ENCODER, WORLDS, Player, call, places_of, role_of
 from worlds import Vault, looks
 
 from raising import raises
-from stretto.assembly.environments import Looking, open_places
-from stretto.config import EnvironmentConfig, RewardConfig, TaskConfig
+from stretto.assembly.environments import open_places
+from stretto.config import EnvironmentConfig, TaskConfig
 from stretto.config.sections import reward_source
 from stretto.environments.executors import EnvironmentExecutor, LocalEnvironment, settings_of
 from stretto.environments.role import EnvironmentRole
@@ -140,11 +140,7 @@ def test_functions_that_are_not_where_environments_are_get_refused(
     names: Sequence[str] = ["looks"] if functions else [f"{WORLDS}:looks"]
     source = "Vault" if objects else f"{WORLDS}:Vault"
     with raises(ConfigError, "environments-mixed"):
-        open_places(
-            EnvironmentConfig(sources=(source,)),
-            objects,
-            Looking(names, functions, RewardConfig()),
-        )
+        open_places(EnvironmentConfig(sources=(source,)), objects, names, functions)
 
 
 def test_tools_have_no_objects_to_look_at() -> None:

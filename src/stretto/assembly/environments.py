@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides
-from stretto.config import ENVIRONMENT, Config, EnvironmentConfig, RewardConfig
+from stretto.config import ENVIRONMENT, Config, EnvironmentConfig
 from stretto.config.sections import reward_source
 from stretto.environments.bridge import Bridge
 from stretto.environments.executors import (
@@ -56,8 +56,9 @@ def open_environment(
     if not settings.sources:
         return None
     with working(say, "starting the environment"):
-        looking = Looking(tuple(j.name for j in judges), overrides.functions, config.reward)
-        places = open_places(settings, overrides.environment, looking)
+        names, timeout_s = [judge.name for judge in judges], config.reward.timeout_s
+        functions = overrides.functions
+        places = open_places(settings, overrides.environment, names, functions, timeout_s)
         stack.callback(close_all, places)
     if not places[0].ready["rewards"] and ENVIRONMENT in config.reward.sources:
         raise ConfigError(
@@ -151,37 +152,18 @@ def _programs(
     return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
 
 
-class Looking(NamedTuple):
-    """Reward functions that read environments: their sources, and objects by source."""
-
-    names: Sequence[str] = ()
-    objects: Mapping[str, Callable[..., Any]] = NO_OVERRIDES.functions
-    reward: RewardConfig = RewardConfig()
-
-    def brought(self, here: bool) -> dict[str, Any]:
-        """Return the functions by name, or the locations of their code for use in processes. Raises
-        ConfigError if functions and environments are not both objects or both names.
-        """
-        for name in self.names:
-            if here != (name in self.objects):
-                one, other = ("a name", "objects") if here else ("an object", "names")
-                raise ConfigError(
-                    f"reward.sources: '{name}' has the parameter '{ENVIRONMENTS}' and is {one}, "
-                    f"and environment.sources are {other}; give both as objects, or both by name",
-                    "environments-mixed",
-                )
-        if here:
-            return {name: self.objects[name] for name in self.names}
-        return {name: locate(reward_source(name)) for name in self.names}
-
-
-NOTHING_LOOKS = Looking()
-
-
 def open_places(
-    settings: EnvironmentConfig, objects: Mapping[str, Any], looking: Looking = NOTHING_LOOKS
+    settings: EnvironmentConfig,
+    objects: Mapping[str, Any],
+    judges: Sequence[str] = (),
+    functions: Mapping[str, Callable[..., Any]] = NO_OVERRIDES.functions,
+    reward_timeout_s: float = 0.0,
 ) -> Sequence[EnvironmentExecutor]:
-    """Start the hosts of episodes: processes, or this process for objects."""
+    """Start the hosts of episodes: processes, or this process for objects.
+
+    ``judges`` names reward functions that read environments. Raises ConfigError if functions and
+    environments are not both objects or both names.
+    """
     instances = {name: objects[name] for name in settings.sources if name in objects}
     names = [name for name in settings.sources if name not in objects]
     places: list[EnvironmentExecutor]
@@ -191,13 +173,23 @@ def open_places(
             "object of this process; give all as objects, or all by name",
             "environments-mixed",
         )
-    how = {**settings_of(settings), "reward_timeout_s": looking.reward.timeout_s}
-    judges = looking.brought(bool(instances))
+    for name in judges:
+        if bool(instances) != (name in functions):
+            one, other = ("a name", "objects") if instances else ("an object", "names")
+            raise ConfigError(
+                f"reward.sources: '{name}' has the parameter '{ENVIRONMENTS}' and is {one}, "
+                f"and environment.sources are {other}; give both as objects, or both by name",
+                "environments-mixed",
+            )
+    how = {**settings_of(settings), "reward_timeout_s": reward_timeout_s}
     if instances:
-        places = [LocalEnvironment(instances, how, judges)]
+        places = [LocalEnvironment(instances, how, {name: functions[name] for name in judges})]
     else:
-        sources = {name: locate_source(name) for name in names}
-        opening = {"sources": sources, "settings": how, "judges": judges}
+        opening = {
+            "sources": {name: locate_source(name) for name in names},
+            "settings": how,
+            "judges": {name: locate(reward_source(name)) for name in judges},
+        }
         places = [EnvironmentProcess(opening) for _ in range(settings.processes)]
     try:
         for place in places:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,16 +74,8 @@ class ModelPass(CachedPass):
         return self.head.finish(self._output(hidden))
 
 
-class DecodeSteps(Protocol):
-    """Decode steps over key positions below ``read``, eager or by CUDA graphs."""
-
-    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]: ...
-
-    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor: ...
-
-
 def decode_several(
-    steps: DecodeSteps, inputs: StepInputs, read: int, count: int
+    steps: ModelPass | GraphedDecode, inputs: StepInputs, read: int, count: int
 ) -> tuple[Tensor, Tensor]:
     """Decode ``count`` tokens per row one after another, without waiting for the host.
 
@@ -121,7 +113,10 @@ def until_ends(
 
 
 def decode_each(
-    steps: DecodeSteps, inputs: StepInputs, read: int, samplings: Sequence[Sampling]
+    steps: ModelPass | GraphedDecode,
+    inputs: StepInputs,
+    read: int,
+    samplings: Sequence[Sampling],
 ) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
     """Decode a token per row with its own sampling. The third result is its top log-probs."""
     ids, positions, seeds, draws = (x[:, 0] for x in inputs)
@@ -146,7 +141,7 @@ def decode_each(
 
 def decoder(
     model: nn.Module, cache: SlotCache, config: RolloutConfig
-) -> tuple[ModelPass, DecodeSteps]:
+) -> tuple[ModelPass, ModelPass | GraphedDecode]:
     """Return a model's passes over a slot cache and its decode steps (CUDA graphs if enabled).
     Raises EngineError if the model computes other results over slots.
     """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,7 @@ class PipelineExecutor:
             for key in sorted(gradients):
                 if (key in tied) == is_tied and name in groups:
                     work = dist.all_reduce(gradients[key], group=groups[name], async_op=True)
-                    works.append(_posted(work))
+                    works.append(cast(dist.Work, work))  # None outside of the group
         for work in works:
             work.wait()
 
@@ -145,7 +146,7 @@ class _Pass:
     def ask(self, task: PipelineTask, peer: int) -> None:
         shape = (*self.works[task.micro_batch].tokens.shape, self.stage.hidden_size)
         buffer = torch.empty(shape, dtype=self.stage.dtype, device=self.device)
-        self.arriving[task] = buffer, _posted(dist.irecv(buffer, peer))
+        self.arriving[task] = buffer, cast(dist.Work, dist.irecv(buffer, peer))
 
     def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
         watch.mark()
@@ -226,7 +227,7 @@ class Outbox:
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start to send. The tensor must not be changed afterwards."""
         tensor = tensor.contiguous()
-        work = _posted(dist.isend(tensor, peer))
+        work = cast(dist.Work, dist.isend(tensor, peer))
         if self._waits:
             self._waited.append(self._waits.submit(_wait, work, tensor))
         else:
@@ -244,11 +245,6 @@ class Outbox:
 
 def _wait(work: dist.Work, tensor: Tensor) -> None:
     work.wait()
-
-
-def _posted(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # this rank is in the group
-    return work
 
 
 def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
