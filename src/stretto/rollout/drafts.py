@@ -96,7 +96,7 @@ class ProposalLength:
             self._verified += 1 - self._verified / TRIED
 
 
-class Speculation:
+class SpeculativeDecoding:
     """Proposes tokens for an engine's rows, while few rows decode.
 
     Attributes:

@@ -29,7 +29,7 @@ from stretto.models.lora import FusedAdapters
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings
-from stretto.rollout.drafts import DraftModel, PromptLookup, Proposer, Speculation
+from stretto.rollout.drafts import DraftModel, PromptLookup, Proposer, SpeculativeDecoding
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.slots import SlotRow, Slots
 from stretto.rollout.steps import (
@@ -88,12 +88,12 @@ class TorchEngine(Engine):
         self._most_unread = backend.steps_unread
         self._adapters = FusedAdapters(model, on=backend.fuses_adapters and not self._sliced)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
-        self._speculation: Speculation | None = None
+        self._speculation: SpeculativeDecoding | None = None
         if config.speculative_tokens:
             proposer: Proposer = PromptLookup(config.samples_per_prompt)
             if settings.draft is not None:
                 proposer = DraftModel(settings.draft, model, config, settings.longest)
-            self._speculation = Speculation(proposer, config)
+            self._speculation = SpeculativeDecoding(proposer, config)
             self.speculated = self._speculation.counts
 
     @classmethod
