@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import socket
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,17 +80,12 @@ def fit(claims: Sequence[Claim]) -> bool:
 
 
 def size_of(state: Any) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(state))
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
+    """Return the bytes of all tensors in a state."""
     if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        yield from _tensors(list(state.values()))
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return size_of(list(state.values()))
+    return sum(map(size_of, state)) if isinstance(state, list | tuple) else 0
 
 
 def write(file: Path, state: Any) -> FileSum:
