@@ -19,8 +19,8 @@ from rounding import rounding
 from stretto.algorithms.advantages import gae, whiten
 from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
-from stretto.algorithms.policy import drift, entropy_bonus
-from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
+from stretto.algorithms.policy import clipped_surrogate, drift, entropy_bonus
+from stretto.algorithms.ppo import explained_variance, value_loss
 from stretto.algorithms.reductions import (
     Metrics,
     masked_mean,
@@ -221,7 +221,7 @@ def test_policy_loss_by_hand() -> None:
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     inputs = inputs_of(mask_of((4,)), advantages=advantages, old_logprobs=old)
     new = old + ratios.log()
-    term = policy_loss(new, inputs, AlgorithmConfig(clip=0.2))
+    term = clipped_surrogate(new, inputs, AlgorithmConfig(clip=0.2))
     assert term.loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, rel=1e-6)
     stats = (term.metrics + drift(new, inputs)).floats()
     assert stats["loss/policy_avg"] == pytest.approx(0.15, rel=1e-5)
@@ -267,7 +267,7 @@ def test_entropy_bonus_by_hand() -> None:
 
 def terms(logprobs: Tensor, values: Tensor, inputs: LossInputs) -> list[LossTerm]:
     return [
-        policy_loss(logprobs, inputs, AlgorithmConfig(clip=0.2)),
+        clipped_surrogate(logprobs, inputs, AlgorithmConfig(clip=0.2)),
         value_loss(values, inputs, AlgorithmConfig(value_clip=0.3)),
         entropy_bonus(-logprobs, inputs, 0.01),
         LossTerm(torch.zeros(()), drift(logprobs, inputs)),
@@ -360,7 +360,7 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     mask = mask_of(LENGTHS)
     fixed = fixed_of(mask)
     logprobs = fixed.old_logprobs.clone().requires_grad_()
-    term = policy_loss(logprobs, fixed, AlgorithmConfig(clip=0.2))
+    term = clipped_surrogate(logprobs, fixed, AlgorithmConfig(clip=0.2))
     (gradient,) = torch.autograd.grad(term.loss, logprobs)
     assert torch.equal(gradient, torch.where(mask, -fixed.weights * fixed.advantages, 0.0))
     assert drift(logprobs, fixed).floats()["val/ratio"] == pytest.approx(1.0, rel=1e-6)

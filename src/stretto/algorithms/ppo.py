@@ -16,7 +16,7 @@ from stretto.algorithms.advantages import (
     whiten,
 )
 from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
-from stretto.algorithms.policy import clipped_surrogate, policy_ratio, policy_term
+from stretto.algorithms.policy import policy_ratio, policy_term
 from stretto.algorithms.reductions import Metrics, masked_mean, masked_var, weighted_sums
 from stretto.algorithms.rewards import Rewards
 from stretto.config import AlgorithmConfig
@@ -42,11 +42,6 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
         tensors={"returns": returns, "old_values": data.values},
         stats=_stats(advantages, returns, data.values, data.mask),
     )
-
-
-def policy_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:
-    """``-sum_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)``."""
-    return clipped_surrogate(logprobs, inputs, settings)
 
 
 def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> LossTerm:

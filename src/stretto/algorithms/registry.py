@@ -16,6 +16,7 @@ from stretto import outside
 from stretto.algorithms import ppo, preference, rloo
 from stretto.algorithms.advantages import require_several
 from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored, Targets, check
+from stretto.algorithms.policy import clipped_surrogate
 from stretto.algorithms.rewards import Rewards, make_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.config.algorithm import AlgorithmSpec
@@ -49,11 +50,11 @@ class Algorithm(Functions, AlgorithmSpec):
 
 
 FUNCTIONS: Mapping[str, Functions] = {
-    "ppo": Functions(ppo.targets, ppo.policy_loss, ppo.value_loss),
+    "ppo": Functions(ppo.targets, clipped_surrogate, ppo.value_loss),
     "rloo": Functions(rloo.targets, rloo.policy_loss),
     "proximal-rloo": Functions(rloo.targets, rloo.proximal_loss),
     "copg": Functions(rloo.targets, rloo.copg_loss),
-    "grpo": Functions(ppo.grpo_targets, ppo.policy_loss),
+    "grpo": Functions(ppo.grpo_targets, clipped_surrogate),
     "cispo": Functions(ppo.grpo_targets, ppo.cispo_loss),
     "online-dpo": Functions(preference.dpo_targets, preference.dpo_loss),
     "best-of-n": Functions(preference.best_targets, preference.best_loss),
