@@ -33,20 +33,22 @@ class Stateful:
         return {name.lstrip("_"): to_plain(getattr(self, name)) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the attributes in a state. StateError if it has other keys."""
+        """Restore the attributes in a state. Other keys are ignored, so that older states can be
+        read. StateError if it has other keys only.
+        """
         name_of = {name.lstrip("_"): name for name in self.saved}
-        if not state.keys() <= name_of.keys():
+        if state and not state.keys() & name_of.keys():
             raise StateError(
                 f"the state of {type(self).__name__} holds {', '.join(map(repr, name_of))} alone; "
                 f"got {sorted(state)}. Resume from a checkpoint of this version",
                 "foreign-state",
             )
-        for key, value in state.items():
+        for key in state.keys() & name_of.keys():
             part = getattr(self, name_of[key])
             if isinstance(part, Stateful):
-                part.load_state_dict(value)
+                part.load_state_dict(state[key])
             else:
-                setattr(self, name_of[key], type(part)(deepcopy(value)))
+                setattr(self, name_of[key], type(part)(deepcopy(state[key])))
 
 
 def to_plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
+from stretto.stateful import Stateful
 from stretto.training.agreement import Agreement, differences, is_coarse
 from stretto.training.backprop import Backprop
 from stretto.training.collate import collate, describe, staleness
@@ -32,7 +33,7 @@ _NORM = {"actor": "policy/grad_norm", "critic": "critic/grad_norm"}
 """Metric names, by model."""
 
 
-class PolicyLearner:
+class PolicyLearner(Stateful):
     """Trains and publishes the actor, and the critic if there is one.
 
     - The old log-probabilities are the engine's, from the distribution it sampled.
@@ -47,6 +48,8 @@ class PolicyLearner:
     in this process, carries the copies to the roles that follow. Raises LearnerError if there is no
     such model.
     """
+
+    saved = ("_kl", "_version", "_steps", "_moved", "_agreement")
 
     def __init__(
         self,
@@ -174,21 +177,14 @@ class PolicyLearner:
         """Return models, beta, version and counts, with tensors or this rank's pieces."""
         return {
             "models": {name: trained.state_dict() for name, trained in self.trained.items()},
-            "kl": self._kl.state_dict(),
-            "version": self._version,
-            "steps": self._steps,
-            "moved": self._moved,
-            "agreement": self._agreement.state_dict(),
+            **super().state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the full learner; see :mod:`stretto.training.shard_files`."""
         for name, trained in self.trained.items():
             trained.load_state_dict(state["models"][name])
-        self._kl.load_state_dict(state["kl"])
-        self._version, self._steps = state["version"], state["steps"]
-        self._moved = state["moved"]
-        self._agreement.load_state_dict(state["agreement"])
+        super().load_state_dict(state)
 
     def experience_of(self, batch: TrainBatch) -> Experience:
         """Return a batch's loss inputs, computed with the current actor and beta."""
