@@ -285,11 +285,6 @@ def test_equation_4_by_hand() -> None:
     assert deltas(Equation4(4, 4, 5, window=2, inc=3, dec=2), rewards) == [4, 4, 5, 4, 4, 5]
 
 
-def test_equation_4_moves_every_so_many_steps() -> None:
-    rising = [float(i) for i in range(9)]
-    assert deltas(Equation4(0, 0, 9, window=1, every=3), rising) == [0, 1, 1, 1, 2, 2, 2, 3, 3]
-
-
 def test_algorithm_1_by_hand() -> None:
     # Means of 2 and 2: rising (8 - 8 // 4), falling (6 + 6 // 4), level, rising, falling.
     rewards = [0, 1, 2, 3, 1, 1, 1, 1, 5, 5, 0, 0]
@@ -323,8 +318,6 @@ def test_rules_refuse_contradictions() -> None:
         Equation4(2, -1, 8, window=2)
     with raises(ConfigError, "number-too-small", "window", 0):
         Algorithm1(2, 0, 8, window=0)
-    with raises(ConfigError, "number-too-small", "every", 0):
-        Equation4(2, 0, 8, window=2, every=0)
     with raises(ConfigError, "batch-not-groups", 10, 4):
         ThroughputOvercommit(10, 8, 2, group=4)
     with raises(ConfigError, "number-too-small", "max_carries", -1):
@@ -605,7 +598,7 @@ def varied(step: int) -> Feedback:
         lambda: TunedChunk(window=12, max_new_tokens=256),
         lambda: FixedChunk(64),
         lambda: FixedOvercommit(4),
-        lambda: Equation4(4, 0, 16, window=3, every=2),
+        lambda: Equation4(4, 0, 16, window=3),
         lambda: Algorithm1(4, 0, 16, window=3),
         lambda: ThroughputOvercommit(16, 64, 4),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class FixedOvercommit(Fixed):
 class _RewardRule(Stateful):
     """Base class of OPPO's two rules: a delta between bounds, and the latest rewards."""
 
-    saved: ClassVar[tuple[str, ...]] = ("_delta", "_rewards")
+    saved = ("_delta", "_rewards")
 
     def __init__(self, start: int, low: int, high: int, window: int) -> None:
         check_least(0, low=low)
@@ -72,37 +72,22 @@ class Equation4(_RewardRule):
     The slope is the mean of ``R_i - R_(i-1)`` over the last ``window`` steps. If it is positive,
     ``delta = min(high, delta + inc)``, else ``delta = max(low, delta - dec)``. So delta decays to
     its lower bound as training converges, as the paper's text says. Its :class:`Algorithm1` moves
-    the other way. Once there is a slope, delta changes once per ``every`` steps.
+    the other way.
     """
 
-    saved = ("_delta", "_rewards", "_wait")
-
     def __init__(
-        self,
-        start: int,
-        low: int,
-        high: int,
-        window: int,
-        inc: int = 1,
-        dec: int = 1,
-        every: int = 1,
+        self, start: int, low: int, high: int, window: int, inc: int = 1, dec: int = 1
     ) -> None:
         super().__init__(start, low, high, window)
         check_least(0, inc=inc, dec=dec)
-        check_least(1, every=every)
         self._inc = inc
         self._dec = dec
-        self._every = every
-        self._wait = 0
 
     def observe(self, feedback: Feedback) -> None:
         self._rewards = [*self._rewards, feedback.reward][-1 - self._window :]
-        self._wait = max(0, self._wait - 1)
-        if self._wait or len(self._rewards) <= self._window:
-            return
-        slope = (self._rewards[-1] - self._rewards[0]) / self._window  # the sum telescopes
-        self._move_by(self._inc if slope > 0 else -self._dec)
-        self._wait = self._every
+        if len(self._rewards) > self._window:
+            slope = (self._rewards[-1] - self._rewards[0]) / self._window  # the sum telescopes
+            self._move_by(self._inc if slope > 0 else -self._dec)
 
 
 class Algorithm1(_RewardRule):
