@@ -258,8 +258,8 @@ def with_adapter_settings(config: ModelConfig) -> ModelConfig:
         "lora_rank": adapter["r"],
         "lora_alpha": float(adapter["lora_alpha"]),
         "lora_targets": names,
+        "lora_kind": kind,
     }
-    settings |= {"lora_kind": kind}
     for name, value in settings.items():
         current, default = getattr(config, name), ModelConfig.model_fields[name].default
         if current not in (value, default):

@@ -237,10 +237,7 @@ class TorchEngine(Engine):
             tokens, logprobs = (x.tolist() for x in self._steps.decode(inputs, read))
         else:
             samplings = [row.sampling for row in rows]
-            next_tokens, next_logprobs, likeliest = decode_each(
-                self._steps, inputs, read, samplings
-            )
-            tokens, logprobs = [[x] for x in next_tokens], [[x] for x in next_logprobs]
+            tokens, logprobs, likeliest = decode_each(self._steps, inputs, read, samplings)
         last_chunks = {}
         for slot in reversed(range(len(rows))):
             if not ready[slot]:

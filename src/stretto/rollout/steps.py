@@ -117,8 +117,10 @@ def decode_each(
     inputs: StepInputs,
     read: int,
     samplings: Sequence[Sampling],
-) -> tuple[list[int], list[float], list[TopLogprobs | None]]:
-    """Decode a token per row with its own sampling. The third result is its top log-probs."""
+) -> tuple[list[list[int]], list[list[float]], list[TopLogprobs | None]]:
+    """Decode a token per row, a list of one, with its own sampling. The third result is its top
+    log-probs.
+    """
     ids, positions, seeds, draws = (x[:, 0] for x in inputs)
     logits = steps.next_logits(ids, positions, read)
     u, tokens = uniform(seeds, draws), torch.empty_like(ids)
@@ -136,7 +138,7 @@ def decode_each(
                     likeliest[slot] = row[:count]
         tokens[at], row_logprobs = sample(logits[at], u[at], *distribution)
         logprobs[at] = row_logprobs.float()
-    return tokens.tolist(), logprobs.tolist(), likeliest
+    return tokens[:, None].tolist(), logprobs[:, None].tolist(), likeliest
 
 
 def decoder(

@@ -98,9 +98,6 @@ class StagedModel(Trained):
     def skip(self) -> None:
         self._lr = float(self._ranks.call(StageTrainer.skip, self._name)[0])
 
-    def snapshot(self) -> Mapping[str, Tensor]:
-        return self._snapshots.take()
-
     @torch.no_grad()
     def fetch(self) -> None:
         """Copy the stages' weights to the full model, if they have changed."""

@@ -242,6 +242,8 @@ class WholeModel:
 class Trained(WholeModel, ABC):
     """A model under training, as the learner sees it, wherever it runs."""
 
+    _snapshots: Snapshots
+
     @property
     @abstractmethod
     def lr(self) -> float:
@@ -257,11 +259,11 @@ class Trained(WholeModel, ABC):
     def skip(self) -> None:
         """Skip an update: only the learning rate schedule advances."""
 
-    @abstractmethod
     def snapshot(self) -> Mapping[str, Tensor]:
         """Return copies of the trained weights by name, or of this rank's parts of them. See
         :meth:`Snapshots.take`.
         """
+        return self._snapshots.take()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -397,9 +399,6 @@ class TrainedModel(Trained):
             # torch warns if a schedule steps before the first update, but here none was due.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
             self._schedule.step()
-
-    def snapshot(self) -> Mapping[str, Tensor]:
-        return self._snapshots.take()
 
     def close(self) -> None:
         """Remove the hooks and gradients, so that another trainer can take the model."""
