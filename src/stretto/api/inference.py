@@ -241,30 +241,10 @@ def generate(
             the choice is printed. Greedy texts of the two may differ.
         device: Device to compute on. auto: cuda if there is one.
     """
-    by_name = isinstance(model, str | Path)
-    if by_name == (tokenizer is not None):
-        raise ConfigError(
-            "a model by name brings its tokenizer, and one that is an object needs it: give "
-            "tokenizer= with objects alone",
-            "tokenizer-of-object",
-        )
-    if isinstance(prompts, str) or not prompts:
-        message = f"prompts must be a list with at least one text; got {prompts!r}"
-        raise ConfigError(message, "prompts-not-list")
-    overrides = None
-    if not isinstance(model, str | Path):
-        from stretto.assembly.run_models import Overrides
-
-        overrides = Overrides(actor=model, tokenizer=tokenizer)
-    for prompt in prompts:
-        if not isinstance(prompt, str | Sequence):
-            message = f"a prompt is text or a list of chat messages; got {prompt!r}"
-            raise ConfigError(message, "prompt-not-text")
-    name = str(model) if isinstance(model, str | Path) else type(model).__name__
-    rows = [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
+    name, overrides = _opened(model, tokenizer)
     completions = answers(
         name,
-        rows,
+        _rows_of(prompts),
         overrides=overrides,
         seed=seed,
         system=system,
@@ -279,6 +259,34 @@ def generate(
         stop=tuple(stop),
     )
     return [answer.text for answer in completions]
+
+
+def _opened(
+    model: nn.Module | str | Path, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[str, Overrides | None]:
+    by_name = isinstance(model, str | Path)
+    if by_name == (tokenizer is not None):
+        raise ConfigError(
+            "a model by name brings its tokenizer, and one that is an object needs it: give "
+            "tokenizer= with objects alone",
+            "tokenizer-of-object",
+        )
+    if isinstance(model, str | Path):
+        return str(model), None
+    from stretto.assembly.run_models import Overrides
+
+    return type(model).__name__, Overrides(actor=model, tokenizer=tokenizer)
+
+
+def _rows_of(prompts: Sequence[str | Sequence[Mapping[str, str]]]) -> list[TaskRow]:
+    if isinstance(prompts, str) or not prompts:
+        message = f"prompts must be a list with at least one text; got {prompts!r}"
+        raise ConfigError(message, "prompts-not-list")
+    for prompt in prompts:
+        if not isinstance(prompt, str | Sequence):
+            message = f"a prompt is text or a list of chat messages; got {prompt!r}"
+            raise ConfigError(message, "prompt-not-text")
+    return [TaskRow(p if isinstance(p, str) else as_prompt(list(p))) for p in prompts]
 
 
 def answers(

@@ -225,26 +225,14 @@ def open_policy(
         least = "a prompt and an answer are two tokens, at least"
         raise ConfigError(f"`max_model_len = {max_model_len}`: {least}", "too-few-positions")
     run, settings = _run_with_policies(name, follow=follow) or (None, None)
-    model_config = settings.model if settings else ModelConfig(name=trained_model(name))
-    changes = {k: v for k, v in (("dtype", dtype), ("device", device)) if v != "auto" or not run}
-    model = model_config.model_copy(update=changes)
-    with working(on_stderr, CHECKING):
-        check_measured(Config.model_construct(model=model), model.name, rows=False)
+    model = _checked_model(name, settings, dtype=dtype, device=device)
     engine_of(rollout).check()
     model = with_dtype(model)
     prepare_torch(seed, 0)
     tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
-    actor_config = model.model_copy(
-        update={"device": "cpu"} if rollout.capabilities.own_weights else {}
-    )
-    actor = load_actor(actor_config, on_stderr)
-    step, tensors = 0, dict[str, torch.Tensor]()
-    if run and settings:
-        if run.warmup.exists():
-            warmup.take(actor, None, run.warmup)
-        actor = with_adapters(actor, actor_config, settings.seed, "CAUSAL_LM", None)
-        if checkpoint.newest(run.checkpoints):
-            step, tensors = _read(run)
+    actor_device = "cpu" if rollout.capabilities.own_weights else model.device
+    actor = _load_actor(model.model_copy(update={"device": actor_device}), run, settings)
+    step, tensors = _read(run) if run and checkpoint.newest(run.checkpoints) else (0, {})
     longest = _longest(actor, max_model_len)
     rollout = rollout.model_copy(update={"max_new_tokens": 1})  # requests have their own limits
     task = TaskConfig(max_prompt_tokens=longest - 1)
@@ -265,9 +253,7 @@ def open_policy(
             _channel=channel,
         )
         if tensors or rollout.capabilities.own_weights:
-            trained = trained_names(actor)
-            own_tensors = {n: p.detach() for n, p in actor.named_parameters() if n in trained}
-            engine.load(policy.offer(tensors or own_tensors))
+            engine.load(policy.offer(tensors or _trained_tensors(actor)))
     return policy
 
 
@@ -306,11 +292,34 @@ def _run_with_policies(name: str, *, follow: bool) -> tuple[RunDirectory, Config
     return run, config
 
 
+def _checked_model(name: str, settings: Config | None, **chosen: str) -> ModelConfig:
+    model = settings.model if settings else ModelConfig(name=trained_model(name))
+    changes = {k: v for k, v in chosen.items() if v != "auto" or not settings}
+    model = model.model_copy(update=changes)
+    with working(on_stderr, CHECKING):
+        check_measured(Config.model_construct(model=model), model.name, rows=False)
+    return model
+
+
+def _load_actor(model: ModelConfig, run: RunDirectory | None, settings: Config | None) -> nn.Module:
+    actor = load_actor(model, on_stderr)
+    if run and settings:
+        if run.warmup.exists():
+            warmup.take(actor, None, run.warmup)
+        actor = with_adapters(actor, model, settings.seed, "CAUSAL_LM", None)
+    return actor
+
+
 @torch.no_grad()
 def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
     step, state = checkpoint.load_latest(run.checkpoints, on_stderr)
     masters = shard_files.read(state[LEARNER])["models"]["actor"]["masters"]
     return step, {name: shard.read() for name, shard in masters.items()}
+
+
+def _trained_tensors(actor: nn.Module) -> dict[str, torch.Tensor]:
+    trained = trained_names(actor)
+    return {n: p.detach() for n, p in actor.named_parameters() if n in trained}
 
 
 def _longest(actor: nn.Module, asked: int) -> int:

@@ -179,6 +179,13 @@ class Config(Section):
             "critic.init = 'reward' needs a reward model, and reward.sources has none; "
             "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
         )
+        self._learner_rules(broken)
+        self._process_rules(broken)
+        self._engine_rules(broken)
+        if not self.algorithm.is_outside:
+            self.algorithm_rules(broken)
+
+    def _learner_rules(self, broken: Rules) -> None:
         process = self.cluster.process_of(LEARNER)
         one_process = process.ranks == 1 and not process.offload and not self.pipeline.ranks
         optim = self.training.optim
@@ -188,8 +195,8 @@ class Config(Section):
             f"training.optim = '{optim}' is for a learner in one process, whose moments stay where "
             "they are; leave it out, or leave out fsdp, tp, offload and pipeline.ranks"
         )
-        on_threads = not self.runtime_kind.has_processes
-        broken["compile-inline"] = (self.model.torch_compile and on_threads) and (
+        has_processes = self.runtime_kind.has_processes
+        broken["compile-inline"] = (self.model.torch_compile and not has_processes) and (
             "model.torch_compile compiles layers for training, and with "
             f"runtime = '{self.runtime}' the engine may decode with the same ones; set runtime = "
             "'local' or 'ray'"
@@ -199,8 +206,8 @@ class Config(Section):
             "model.use_liger_kernel and model.torch_compile change whole models, and "
             f"pipeline.ranks = {self.pipeline.ranks} cuts them into stages; leave one of them out"
         )
-        multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
-        cut = multi_rank or self.pipeline.ranks or any(p.offload for p in self.cluster.processes)
+        divided = any(p.ranks > 1 or p.offload for p in self.cluster.processes)
+        cut = divided or self.pipeline.ranks
         broken["4bit-with-warmup"] = (self.model.load_in_4bit and self.warmup_examples) and (
             f"warmup_examples = {self.warmup_examples} trains all weights, and those of "
             "model.load_in_4bit = true cannot be trained; leave one of them out"
@@ -209,12 +216,16 @@ class Config(Section):
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, "
             "or leave out fsdp, tp, offload and pipeline.ranks"
         )
+
+    def _process_rules(self, broken: Rules) -> None:
+        multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
         sliced = [p for p in multi_rank if p.tp > 1 and p.generates]
-        broken["draft-in-slices"] = (sliced and r.speculative_model) and (
+        broken["draft-in-slices"] = (sliced and self.rollout.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
             f"one device, and cluster.processes cuts it by tp = {sliced[0].tp}; leave one of them "
             "out"
         )
+        on_threads = not self.runtime_kind.has_processes
         broken["ranks-without-processes"] = (multi_rank and on_threads) and (
             f"cluster.processes: fsdp = {multi_rank[0].fsdp} and tp = {multi_rank[0].tp} ask for "
             f"processes, and runtime = '{self.runtime}' has none; set runtime = 'local' or 'ray'"
@@ -226,9 +237,6 @@ class Config(Section):
             f"runtime = '{self.runtime}' {giver} gives each rank its own; leave device out, or set "
             "it to 'cpu'"
         )
-        self._engine_rules(broken)
-        if not self.algorithm.is_outside:
-            self.algorithm_rules(broken)
 
     def _engine_rules(self, broken: Rules) -> None:
         able, engine = self.rollout.capabilities, self.rollout.engine

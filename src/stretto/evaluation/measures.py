@@ -469,24 +469,34 @@ def questions(
             "few prompts are different. Raise it, or name rows of their own",
             "none-held-out",
         )
-    facts = {
+    return prompts, {
         "rows": describe_rows(task, source.seed),
         "skipped": len(too_long) + len(errors),
         "distinct": len(set(contents)),
+        **_overlap(contents, source.tokenizer, trained, training),
     }
+
+
+def _overlap(
+    contents: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Config,
+    training: PromptSource | None,
+) -> dict[str, Any]:
+    """Count the prompts that training asks, including too long ones."""
     r, responses = trained.rollout, trained.steps * trained.rollout.batch + trained.most_in_flight
-    try:  # find training's prompts, including long ones
+    try:
         if not trained.task.name:
             raise TaskError("the settings name no rows to train on")
-        training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
+        training = training or open_prompts(trained, Overrides(tokenizer=tokenizer), silent)
         sampled_ids = islice(training.ids(), ceil_div(responses, r.samples_per_prompt))
         warmup_ids = islice(training.ids(backwards=True), trained.warmup_examples)
         training_contents = {content(training.row_by_id(i)) for i in chain(sampled_ids, warmup_ids)}
     except TaskError as error:
-        return prompts, {**facts, "overlap": None, "seen": f"not known: {error}"}
+        return {"overlap": None, "seen": f"not known: {error}"}
     overlap_count, total = sum(asks in training_contents for asks in contents), len(contents)
     overlap = overlap_count / total
     seen = f"none of {total} prompts is asked in training"
     if overlap_count:
         seen = f"{overlap_count} of {total} prompts ({overlap:.1%}) are asked in training"
-    return prompts, {**facts, "overlap": overlap, "seen": seen}
+    return {"overlap": overlap, "seen": seen}

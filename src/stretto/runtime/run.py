@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,15 +216,9 @@ def start(
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
     else:
         workers = ThreadWorkers(config, overrides, stack, say, prompts)
-    executors: Mapping[str, Executor] = workers.executors
+    executors = workers.executors
     spans = Spans(RealClock(), workers.devices, workers.processes)
-    meeting = None
-    if workers.meeting:
-        # Two tries and the detection of hanging followers must fit into the schedule's deadline.
-        patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
-        store, port = open_store(workers.meeting)
-        stack.callback(lambda: store)  # the store ends with its last reference
-        meeting = Meeting(workers.meeting, port, patience_s, config.schedule.deadline_s / 4)
+    meeting = _open_meeting(config, workers.meeting, stack)
     tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
     sync = WeightSync(executors[LEARNER], meeting, tolerance, spans, say)
     stack.callback(sync.close)
@@ -233,31 +227,19 @@ def start(
     generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
     replicas = [_function(f, workers, config, say, spans) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
-        replica = _function(verifier, workers, config, say, spans)
-        replicas.append(replace(replica, held_out=True))
+        replicas.append(_function(verifier, workers, config, say, spans, held_out=True))
         functions = [*functions, verifier]
-    for placed in workers.scorers:
-        replicas.append(_replica(placed, workers, sync, overrides, say, spans))
-    memory = None
+    replicas += [_replica(p, workers, sync, overrides, say, spans) for p in workers.scorers]
     if workers.groups:
         with working(say, "syncing the first weights"):
             sync.load_all(workers.ready.refs)
-    device = "" if workers.groups else str(pick_device(config.model.device))
-    if device != "cpu":
-        memory = MemoryWatch(workers.groups, RealClock(), device)
-        stack.callback(memory.close)
+    memory = _watch_memory(config, workers, stack)
     schedule = Schedule(
         prompts.next,
         generators,
         replicas,
         LearnerClient(LEARNER, executors[LEARNER], spans),
-        _controls(
-            config,
-            executors,
-            kv_router,
-            config.cluster.restarts if workers.groups else 0,
-            [judge.name for judge in judges],
-        ),
+        _controls(config, workers, kv_router, judges),
         RealClock(),
         spans,
         workers.ready.refs,
@@ -270,22 +252,42 @@ def start(
     )
 
 
+def _open_meeting(config: Config, host: str | None, stack: ExitStack) -> Meeting | None:
+    if not host:
+        return None
+    # Two tries and the detection of hanging followers must fit into the schedule's deadline.
+    patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
+    store, port = open_store(host)
+    stack.callback(lambda: store)  # the store ends with its last reference
+    return Meeting(host, port, patience_s, config.schedule.deadline_s / 4)
+
+
+def _watch_memory(config: Config, workers: Workers, stack: ExitStack) -> MemoryWatch | None:
+    device = "" if workers.groups else str(pick_device(config.model.device))
+    if device == "cpu":
+        return None
+    memory = MemoryWatch(workers.groups, RealClock(), device)
+    stack.callback(memory.close)
+    return memory
+
+
 def _controls(
     config: Config,
-    executors: Mapping[str, Executor],
+    workers: Workers,
     kv_router: KVRouter | None,
-    restarts: int,
-    judges: Sequence[str],
+    judges: Sequence[FunctionScorer],
 ) -> Controls:
-    knobs, engines = config.schedule.knobs, config.rollout.engines
+    executors, engines = workers.executors, config.rollout.engines
     migrating = holding = None
-    if knobs.migrates(engines):
+    if config.schedule.knobs.migrates(engines):
         migrating = migrating_of(config, *_speeds(engines, executors, kv_router))
     if bounds_what_waits(config):
         rates = executors[generator_names(engines)[0]].ask(GeneratorService.rates)
         copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)
-    return controls_of(config, migrating, holding, restarts=restarts, judges=judges)
+    restarts = config.cluster.restarts if workers.groups else 0
+    names = [judge.name for judge in judges]
+    return controls_of(config, migrating, holding, restarts=restarts, judges=names)
 
 
 def _generator(
@@ -296,7 +298,13 @@ def _generator(
 
 
 def _function(
-    function: CodeScorer, workers: Workers, config: Config, say: Say, spans: Spans
+    function: CodeScorer,
+    workers: Workers,
+    config: Config,
+    say: Say,
+    spans: Spans,
+    *,
+    held_out: bool = False,
 ) -> ScorerReplica:
     worker = workers.thread_of(function.info.name)
     thread: WorkerThread | CallerThread = worker
@@ -309,7 +317,7 @@ def _function(
         )
     service = ScorerService(function)
     executor = ThreadExecutor(service, thread)
-    return ScorerReplica(ScorerClient(service.info(), executor, spans))
+    return ScorerReplica(ScorerClient(service.info(), executor, spans), held_out=held_out)
 
 
 def _replica(
