@@ -27,7 +27,7 @@ DOCUMENTED = [
 ]
 FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
-OVER_AIM = 12, 21
+OVER_AIM = 9, 16
 """Files and functions that are longer than their aim; these numbers only fall."""
 SETTINGS = 151
 PROSE = {r";": 1.8, r"\bwhat\b": 0.4, r"\bwhere\b": 0.3, r"\bthat (it|is|are|they)\b": 1.6}

@@ -473,22 +473,19 @@ def questions(
         "rows": describe_rows(task, source.seed),
         "skipped": len(too_long) + len(errors),
         "distinct": len(set(contents)),
-        **_overlap(contents, source.tokenizer, trained, training),
+        **_overlap(contents, source, trained, training),
     }
 
 
 def _overlap(
-    contents: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    trained: Config,
-    training: PromptSource | None,
+    contents: Sequence[str], source: PromptSource, trained: Config, training: PromptSource | None
 ) -> dict[str, Any]:
     """Count the prompts that training asks, including too long ones."""
     r, responses = trained.rollout, trained.steps * trained.rollout.batch + trained.most_in_flight
     try:
         if not trained.task.name:
             raise TaskError("the settings name no rows to train on")
-        training = training or open_prompts(trained, Overrides(tokenizer=tokenizer), silent)
+        training = training or open_prompts(trained, Overrides(tokenizer=source.tokenizer), silent)
         sampled_ids = islice(training.ids(), ceil_div(responses, r.samples_per_prompt))
         warmup_ids = islice(training.ids(backwards=True), trained.warmup_examples)
         training_contents = {content(training.row_by_id(i)) for i in chain(sampled_ids, warmup_ids)}
