@@ -27,7 +27,7 @@ SHORT = EnvironmentConfig(timeout_s=0.3, parallel=2, max_observation_tokens=60)
 
 
 def pid_of(role: EnvironmentRole) -> int:
-    (place,) = role._places
+    place = role._clients[0].executor
     assert isinstance(place, EnvironmentProcess)
     assert place._process
     return place._process.pid
@@ -68,7 +68,7 @@ def test_bad_tools_are_observations() -> None:
         assert said(await player.say(call("add", a=1, b=2))) == ["3"]  # turn 7 of 8
 
     asyncio.run(go())
-    assert role._places[0].starts == 1
+    assert role._clients[0].executor.starts == 1
     role.close()
 
 
@@ -101,7 +101,7 @@ def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None
         assert said(await one.say(call("add", a=2, b=2))) == ["4"]
 
     asyncio.run(go())
-    assert role._places[0].starts == 2
+    assert role._clients[0].executor.starts == 2
     assert pid_of(role) != old
     role.close()
 
@@ -139,7 +139,7 @@ def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
 
 async def opened_but_killed(role: EnvironmentRole, *, starting: bool) -> list[str]:
     """Kill the process of episodes that are being opened, and the next one in its start."""
-    (place,) = role._places
+    place = role._clients[0].executor
     assert isinstance(place, EnvironmentProcess)
     players = [Player(role, n, start=n) for n in range(8)]
     opening = [asyncio.ensure_future(player.open()) for player in players]
@@ -164,7 +164,7 @@ def test_a_kill_while_a_batch_opens_costs_nothing(starting: bool) -> None:
     role = role_of(places_of("Late"))
     openings = asyncio.run(opened_but_killed(role, starting=starting))
     assert openings == [f"go from {n}" for n in range(8)]
-    assert role._losses == [0]
+    assert role._clients[0].losses == 0
     role.close()
 
 
@@ -181,7 +181,7 @@ def test_processes_that_end_one_after_another_end_the_run() -> None:
 
     with raises(RewardError, "environment-keeps-ending", "6 processes"):
         asyncio.run(go())
-    assert role._places[0].starts == 6
+    assert role._clients[0].executor.starts == 6
     role.close()
 
 
@@ -195,12 +195,12 @@ def test_a_call_is_made_twice_also_where_the_process_had_ended_before(
         player = Player(role)
         await player.open()
         os.kill(pid_of(role), signal.SIGKILL)
-        while role._places[0]._process:  # type: ignore[attr-defined]
+        while role._clients[0].executor._process:  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
         assert said(await player.say(call("die_once"))) == ["alive"]
 
     asyncio.run(go())
-    assert role._places[0].starts == 3
+    assert role._clients[0].executor.starts == 3
     role.close()
 
 
@@ -218,7 +218,7 @@ def test_kill_in_the_middle_of_a_wait_loses_no_episode() -> None:
         assert [said(each) for each in seen] == [["5"], ["6"], ["7"]]
 
     asyncio.run(go())
-    assert role._places[0].starts == 2
+    assert role._clients[0].executor.starts == 2
     role.close()
 
 
@@ -449,7 +449,7 @@ def test_episodes_that_are_open_at_the_end_are_closed_once(
         await asyncio.wait({asking})
 
     asyncio.run(go())
-    (place,) = role._places
+    place = role._clients[0].executor
     assert isinstance(place, EnvironmentProcess)
     process = place._process
     assert process

@@ -83,10 +83,15 @@ def open_environment(
     prompts.render = lambda messages, rows, arguments: bridge.of(arguments).prompt(
         messages, [*tools, *rows]
     )
-    max_prompt_tokens = config.task.max_prompt_tokens
-    role = EnvironmentRole(settings, places, bridge, prompts.encoder, max_prompt_tokens, judges)
-    role.tools_column = config.task.columns.get(TOOLS, TOOLS)
-    return role
+    return EnvironmentRole(
+        settings,
+        places,
+        bridge,
+        prompts.encoder,
+        config.task.max_prompt_tokens,
+        judges,
+        tools_column=config.task.columns.get(TOOLS, TOOLS),
+    )
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,27 +1,32 @@
-"""The environment role: runs episodes, enforces their limits, and restores them after a crash."""
+"""The environment role: turns answers of environments into context tokens, and enforces limits."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.executors import EnvironmentExecutor, answer_of, close_all
+from stretto.environments.executors import EnvironmentExecutor, close_all
+from stretto.environments.live_episode import (
+    Answer,
+    ExecutorClient,
+    LiveEpisode,
+    episode_lost,
+    turn_request,
+)
 from stretto.environments.results import CHARACTERS_PER_TOKEN, error_text, summed
-from stretto.errors import ConfigError, EpisodeLostError, RewardError, TaskError
+from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.plain import plain
 from stretto.scoring.conventions import Verdict
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.messages import TOOLS, arguments_in, tools_in
 from stretto.tasks.task import INDEX_KEY
 from stretto.types import (
-    FORKS,
     FinishReason,
     Message,
     Observation,
@@ -29,43 +34,13 @@ from stretto.types import (
     Response,
     episode_of,
     fork_id,
-    sampled_of,
 )
-from stretto.workers.child import ProcessLostError
 
 if TYPE_CHECKING:
-    from stretto.environments.bridge import Bridge, Turn
+    from stretto.environments.bridge import Bridge
     from stretto.tasks.encode import Encoder
 
-LOSSES = 5
-"""Processes of one place that may be lost in a row. Any answer resets the count."""
-
 _NO_TOKENS = np.empty(0, np.int32)
-_log = logging.getLogger(__name__)
-
-Answer = Mapping[str, Any]
-
-
-@dataclass
-class _Live:
-    """State of a live episode: its process, transcript and replay log."""
-
-    id: int
-    place: int
-    row: dict[str, Any]
-    messages: list[Message]
-    began_s: float
-    prompt: Prompt  # after the environment's opening
-    bridge: Bridge  # with the row's template arguments
-    asked: list[Message] = field(default_factory=list)  # messages passed to the environment
-    begun: list[Message] = field(default_factory=list)  # messages after its opening
-    starts: int = -1  # ``EnvironmentExecutor.starts`` when the episode was opened
-    number: int = 0
-    turns: int = 0
-    forks: int = 0
-    tools: Any = None  # schemas of this episode; None: those of the bridge
-    samples: set[int] = field(default_factory=set)
-    history: list[tuple[dict[str, Any], Answer]] = field(default_factory=list)
 
 
 class EnvironmentRole:
@@ -79,12 +54,8 @@ class EnvironmentRole:
         places: started places for episodes. All episodes of a group share one.
         max_prompt_tokens: limit of a prompt that an environment changes or a fork begins with.
         judges: reward functions that take environments. The places must have them, too.
-
-    Attributes:
         tools_column: column of rows that bring their own tool schemas.
     """
-
-    tools_column = TOOLS
 
     def __init__(
         self,
@@ -94,48 +65,39 @@ class EnvironmentRole:
         encoder: Encoder,
         max_prompt_tokens: int,
         judges: Sequence[FunctionScorer] = (),
+        tools_column: str = TOOLS,
     ) -> None:
         self._config = config
-        self._places = places
+        self._clients = [ExecutorClient(place, config.replay, self._read) for place in places]
+        self._functions = self._clients[0].functions
         self._bridge = bridge
         self._encoder, self._max_prompt_tokens = encoder, max_prompt_tokens
         self._judges = judges
-        self._episodes: dict[int, _Live] = {}
-        self._losses = [0] * len(places)
-        self._lost_starts = [0] * len(places)  # ``starts`` at the last counted loss
-        ready = places[0].ready
-        self._functions = ready["kind"] == "functions"
-        default_replay = ready["replay"] or ("recorded" if self._functions else "pure")
-        self._replay = default_replay if config.replay == "auto" else config.replay
+        self._episodes: dict[int, LiveEpisode] = {}
+        self._tools_column = tools_column
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         """Open the episode of a response, or restore it from its log in a new environment."""
         prompt = response.prompt
         data = {key: value for key, value in prompt.data.items() if key != INDEX_KEY}
-        said = _conversation(prompt)
-        live = _Live(
+        row = cast(dict[str, Any], plain(data))
+        live = LiveEpisode(
             id=episode_of(response.id),
-            place=response.group % len(self._places),
-            row=cast(dict[str, Any], plain(data)),
-            messages=said,
+            client=self._clients[response.group % len(self._clients)],
+            row=row,
+            row_tools=tools_in(row, self._tools_column),
+            asked=_conversation(prompt),
             began_s=time.monotonic(),
             prompt=log[0].prompt or prompt if log else prompt,
             bridge=self._bridge.of(arguments_in(data)),
-            asked=list(said),
             samples={response.id},
         )
         if log:
             live.begun = _conversation(live.prompt)
-            live.messages = list(live.begun)
-            try:
-                await self._reopen(live)
-                self._take_up(live, response, log)
-                await self._replayed(live)
-            except ProcessLostError as error:
-                raise self._lost(response.id, str(error)) from error
+            await live.restore(response, log)
             self._episodes[live.id] = live
             return log[-1]
-        opening = await self._ask(live, None)
+        opening = await live.request({"do": "open"})
         if "error" in opening:
             said = opening.get("place") or opening["error"]
             why = f"the environment could not be opened: {said}; {_columns(live.row)}"
@@ -154,34 +116,30 @@ class EnvironmentRole:
         """
         live = self._episodes.get(episode_of(response.id))
         if live is None:
-            raise self._lost(response.id, "it was not opened")
+            raise episode_lost(response.id, "it was not opened")
         live.samples.add(response.id)
         cut = response.finish is FinishReason.LENGTH
         turn_tokens = response.tokens[response.turn_start :].tolist()
         turn = live.bridge.parse(turn_tokens, ended=not cut, tools=live.tools)
         why = limit_of(response, live.turns, live.began_s, self._config)
-        turn_data = _as_plain(turn, live.turns, response, cut=cut)
+        turn_data = turn_request(turn, live.turns, turn_tokens, cut=cut)
         live.turns += 1
         answer: Answer = {"messages": [], "done": not turn.calls, "reward": None, "calls": []}
         if not self._functions or (turn.calls and not why):
-            answer = self._read(await self._ask(live, turn_data))
-        reward, failure = answer["reward"], answer.get("failure")
-        if why and not (answer["done"] or self._functions):
-            final = await self._ask(live, {"do": "finish"})
-            reward, failure = summed(reward, final.get("reward")), final.get("failure", failure)
+            answer = self._read(await live.request({"do": "step", "turn": turn_data}))
         live.history.append((turn_data, answer))
-        if answer["done"] and not cut:
-            why = "environment"
-        record = {"calls": answer["calls"], "read_as": answer.get("read_as"), "failure": failure}
+        record = {key: answer.get(key) for key in ("calls", "read_as", "failure")}
         observation = Observation(
             response.id,
             live.number + 1,
             _NO_TOKENS,
-            reward=reward,
-            ended_by=why,
+            reward=answer["reward"],
+            ended_by="environment" if answer["done"] and not cut else why,
             messages=(turn.message, *answer["messages"]),
             record={key: value for key, value in record.items() if value},
         )
+        if why and not (answer["done"] or self._functions):
+            observation = await self._finished(live, observation)
         observation = await self._appended(live, response, observation)
         if observation.ended_by and self._judges:
             observation = await self._judged(live, response, observation)
@@ -199,14 +157,15 @@ class EnvironmentRole:
             live.samples.discard(rollout_id)
             if not live.samples:
                 del self._episodes[live.id]
-                if live.starts == self._places[live.place].starts:
-                    closing.append(self._close(live))
+                closing.append(live.close())
         await asyncio.gather(*closing)
 
     def close(self) -> None:
-        close_all(self._places)
+        close_all([client.executor for client in self._clients])
 
-    async def _appended(self, live: _Live, response: Response, reply: Observation) -> Observation:
+    async def _appended(
+        self, live: LiveEpisode, response: Response, reply: Observation
+    ) -> Observation:
         if reply.ended_by:
             return reply
         standing = [*response.prompt.tokens, *response.tokens.tolist()]
@@ -231,18 +190,20 @@ class EnvironmentRole:
         ):
             return replace(reply, tokens=np.array(context, np.int32))
         # The answer does not fit the context: end without it, because the policy cannot read it.
-        final = await self._ask(live, {"do": "finish"})
-        reward = summed(reply.reward, final.get("reward"))
-        failure = {"failure": final["failure"]} if "failure" in final else {}
-        return replace(
-            reply,
-            reward=reward,
-            ended_by="tokens",
-            messages=reply.messages[:1],
-            record={**reply.record, **failure},
+        return await self._finished(
+            live, replace(reply, ended_by="tokens", messages=reply.messages[:1])
         )
 
-    async def _judged(self, live: _Live, response: Response, reply: Observation) -> Observation:
+    async def _finished(self, live: LiveEpisode, reply: Observation) -> Observation:
+        """Add the environment's reward for the final state, or its failure."""
+        final = await live.request({"do": "finish"})
+        failure = {"failure": final["failure"]} if "failure" in final else {}
+        reward = summed(reply.reward, final.get("reward"))
+        return replace(reply, reward=reward, record={**reply.record, **failure})
+
+    async def _judged(
+        self, live: LiveEpisode, response: Response, reply: Observation
+    ) -> Observation:
         messages = (*live.messages[len(live.begun) :], *reply.messages)
         cut = response.finish is FinishReason.LENGTH
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
@@ -254,7 +215,7 @@ class EnvironmentRole:
                 samples[judge.name] = judge.sample(episode_response)
             except RewardError as error:
                 scores[judge.name] = {"error": str(error)}
-        answer = await self._ask(live, {"do": "score", "samples": samples})
+        answer = await live.request({"do": "score", "samples": samples})
         failed = {"error": answer.get("error")}
         scores |= answer.get("scores") or dict.fromkeys(samples, failed)
         for judge in self._judges:
@@ -262,9 +223,9 @@ class EnvironmentRole:
                 scores[judge.name] = {"error": judge.failure(episode_response, why)}
         return replace(reply, record={**reply.record, "scores": scores})
 
-    def _changed(self, live: _Live, prompt: Prompt, opening: Answer) -> Prompt | None:
+    def _changed(self, live: LiveEpisode, prompt: Prompt, opening: Answer) -> Prompt | None:
         """Return the prompt after the environment's opening, or ``None`` if it is unchanged."""
-        live.begun = _begun(live, opening)
+        live.begun = live.opened_with(opening)
         live.messages = list(live.begun)
         if live.messages == live.asked and not opening["tools"]:
             return None
@@ -279,7 +240,7 @@ class EnvironmentRole:
             )
         return new_prompt
 
-    def _rendered(self, live: _Live, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+    def _rendered(self, live: LiveEpisode, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         ids, text = live.bridge.prompt(messages, live.tools)
         return replace(prompt, tokens=tuple(ids), text=text, messages=tuple(messages))
 
@@ -304,138 +265,6 @@ class EnvironmentRole:
             content = f"{content}\n[{excess} more characters were left out]"
         other_fields = {key: value for key, value in message.items() if key != "left_out"}
         return cast(Message, {**other_fields, "content": content})
-
-    async def _ask(self, live: _Live, body: Mapping[str, Any] | None) -> Answer:
-        """Return the answer to a body (None: the opening). After a loss, restore and retry once."""
-        reason = ""
-        for _ in range(2):
-            try:
-                if body is None:
-                    return await self._opened(live)
-                await self._start(live)
-                if live.starts != self._places[live.place].starts:
-                    await self._reopen(live)
-                    await self._replayed(live)
-                request = body if "do" in body else {"do": "step", "turn": body}
-                return await self._answer(live, request)
-            except ProcessLostError as error:
-                live.starts, reason = -1, str(error)
-            except asyncio.CancelledError:
-                live.starts = -1  # its state is unknown: the step may have run
-                raise
-        if body is not None and body.get("do") == "score":
-            return {"error": reason}
-        if body is None or not self._functions:
-            raise self._lost(live.id, reason)
-        failure = f"the process of the tools was lost: {reason}"
-        messages = [
-            {"role": "tool", "name": call["name"], "content": error_text(failure)}
-            | ({"tool_call_id": call["id"]} if call["id"] else {})
-            for call in body["calls"]
-        ]
-        records = [
-            {key: call[key] for key in ("name", "arguments", "status")} | {"error": failure}
-            for call in body["calls"]
-        ]
-        return {"messages": messages, "done": False, "reward": None, "calls": records}
-
-    async def _start(self, live: _Live) -> int:
-        place = self._places[live.place]
-        try:
-            await asyncio.to_thread(place.start)
-        except ProcessLostError as error:
-            self._count_loss(live, place.starts, error)
-            raise
-        return place.starts
-
-    async def _opened(self, live: _Live) -> Answer:
-        starts = await self._start(live)
-        request = {"do": "open", "row": live.row, "messages": live.asked}
-        opening = await self._answer(live, request)
-        live.starts, live.tools = starts, opening.get("tools")
-        if row_tools := tools_in(live.row, self.tools_column):
-            episode_tools = self._places[0].ready["tools"] if live.tools is None else live.tools
-            live.tools = [*episode_tools, *row_tools]
-        return opening
-
-    async def _answer(self, live: _Live, body: Mapping[str, Any]) -> Answer:
-        """Wait for an answer. Raises ProcessLostError, or RewardError after too many losses."""
-        place = self._places[live.place]
-        starts = place.starts
-        try:
-            answer = await answer_of(place, {**body, "episode": live.id})
-        except ProcessLostError as error:
-            self._count_loss(live, starts, error)
-            raise
-        self._losses[live.place] = 0
-        return answer
-
-    def _count_loss(self, live: _Live, starts: int, error: ProcessLostError) -> None:
-        """Count a lost process once, not per call. RewardError after more than :data:`LOSSES`."""
-        if starts <= self._lost_starts[live.place]:
-            return
-        self._lost_starts[live.place] = starts
-        self._losses[live.place] += 1
-        _log.warning("a process of environments was lost: %s", error)
-        if self._losses[live.place] > LOSSES:
-            raise RewardError(
-                f"{self._losses[live.place]} processes of environments were lost in a row; the "
-                f"last: {error}. See standard error for the cause, and the machine's log if it "
-                "was out of memory",
-                [live.id],
-                "environment-keeps-ending",
-            ) from error
-
-    async def _close(self, live: _Live) -> None:
-        try:
-            answer = await self._answer(live, {"do": "close"})
-        except ProcessLostError:
-            return
-        if "error" in answer:
-            _log.warning("an episode of rollout %d did not close: %s", live.id, answer["place"])
-
-    async def _reopen(self, live: _Live) -> None:
-        """Open an episode again, before :meth:`_replayed` repeats its turns."""
-        if self._replay == "no":
-            raise self._lost(live.id, "environment.replay = 'no'")
-        opening = await self._opened(live)
-        if "error" in opening:
-            raise self._lost(live.id, str(opening["error"]))
-        if self._replay == "pure" and _begun(live, opening) != live.begun:
-            live.starts = -1
-            raise self._lost(live.id, "it has another opening than it had")
-
-    async def _replayed(self, live: _Live) -> None:
-        if self._replay == "recorded":
-            return
-        for number, (turn_data, expected) in enumerate(live.history, 1):
-            answer = self._read(await self._answer(live, {"do": "step", "turn": turn_data}))
-            if any(answer[key] != expected[key] for key in ("messages", "reward")):
-                live.starts = -1
-                raise self._lost(live.id, f"turn {number} has another answer than it had")
-
-    def _take_up(self, live: _Live, response: Response, log: Sequence[Observation]) -> None:
-        live.turns, live.number = len(log) - 1, log[-1].number
-        live.messages += [message for entry in log for message in (*entry.left, *entry.messages)]
-        live.samples |= {entry.rollout_id for entry in log}
-        live.forks = max(abs(sample - live.id) for sample in live.samples) // FORKS
-        if self._replay == "recorded":
-            return
-        turns = _turns(response)
-        if len(turns) < len(log) - 1:
-            raise self._lost(response.id, "some of its turns are in other samples")
-        for at, entry in enumerate(log[1:]):
-            turn = live.bridge.parse(turns[at], ended=True, tools=live.tools)
-            answer = {"messages": list((*entry.left, *entry.messages)[1:]), "reward": entry.reward}
-            turn_data = _as_plain(turn, at, response, cut=False, tokens=turns[at])
-            live.history.append((turn_data, answer))
-
-    def _lost(self, rollout_id: int, reason: str) -> EpisodeLostError:
-        return EpisodeLostError(
-            f"the episode of rollout {rollout_id} cannot go on in another environment: {reason}",
-            [rollout_id],
-            "episode-lost",
-        )
 
 
 def limit_of(response: Response, turns: int, began_s: float, config: EnvironmentConfig) -> str:
@@ -462,39 +291,3 @@ def _conversation(prompt: Prompt) -> list[Message]:
     if prompt.messages is not None:
         return list(prompt.messages)
     return [Message(role="user", content=prompt.text)]
-
-
-def _begun(live: _Live, opening: Answer) -> list[Message]:
-    messages = live.asked if opening["conversation"] is None else opening["conversation"]
-    if text := opening["text"]:
-        messages = _joined(messages, text)
-    return [*messages, *opening["messages"]]
-
-
-def _joined(messages: Sequence[Message], text: str) -> list[Message]:
-    """Append a text to the last message if it is the user's, or else add a user message."""
-    if messages and messages[-1]["role"] == "user":
-        last = Message(**{**messages[-1], "content": messages[-1]["content"] + text})
-        return [*messages[:-1], last]
-    return [*messages, Message(role="user", content=text)]
-
-
-def _turns(response: Response) -> list[list[int]]:
-    """Return the tokens of each turn of a response, including an unfinished one."""
-    mask = sampled_of(response)
-    starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
-    ends = np.flatnonzero(np.diff(mask, append=False) & mask) + 1
-    return [response.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
-
-
-def _as_plain(
-    turn: Turn, index: int, response: Response, *, cut: bool, tokens: list[int] | None = None
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": turn.text,
-        "tokens": response.tokens[response.turn_start :].tolist() if tokens is None else tokens,
-        "calls": [{**asdict(call), "arguments": dict(call.arguments)} for call in turn.calls],
-        "message": dict(turn.message),
-        "finish": "length" if cut else "stop",
-    }
