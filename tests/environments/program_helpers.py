@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.environments.program import ProgramEnvironment
+from stretto.environments.program import PlacedPrograms, ProgramEnvironment
 from stretto.environments.sessions import EpisodeLimits, Sessions
 from stretto.errors import EngineError
 from stretto.models.tiny import byte_tokenizer
@@ -73,7 +73,7 @@ class ByteBridge:
         return list(("\n" + "".join(map(self._shown, messages)) + "<assistant>").encode())
 
 
-class Here:
+class Here(PlacedPrograms):
     """Runs a program as a task of this process."""
 
     def __init__(self, program: Program) -> None:

@@ -46,7 +46,7 @@ TEMPLATE = (
 # -- streams -------------------------------------------------------------------------------------
 
 
-class Counting:
+class Counting(ThreadGenerator):
     """A generator with two slots, whose responses are 0, 1, 2, ... up to their limits."""
 
     def __init__(self) -> None:

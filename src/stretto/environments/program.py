@@ -8,7 +8,7 @@ the schedule treats a program like any other environment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -30,18 +30,6 @@ REWARD = "reward"
 """Key of the reward in a result that is a dict."""
 
 
-class ProgramRunner(Protocol):
-    """Runs programs in some process."""
-
-    def run(
-        self, group: int, data: Mapping[str, Any], base_url: str, api_key: str
-    ) -> Coroutine[Any, Any, Any]:
-        """Run a program and return its result. Cancelling this stops the program.
-
-        Raises StrettoError, with the location, if the program raised, or ProcessLostError.
-        """
-
-
 class ProgramEndpoint(Protocol):
     """The server that programs send requests to."""
 
@@ -56,7 +44,10 @@ class PlacedPrograms:
         self._places, self._number = places, count()
 
     async def run(self, group: int, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Run a program (see :class:`ProgramRunner`)."""
+        """Run a program and return its result. Cancelling this stops the program.
+
+        Raises StrettoError, with the location, if the program raised, or ProcessLostError.
+        """
         place, number = self._places[group % len(self._places)], next(self._number)
         await asyncio.to_thread(place.start)  # restarts a lost process
         arguments = {"data": plain(dict(data)), "base_url": base_url, "api_key": api_key}
@@ -85,7 +76,7 @@ class ProgramEnvironment:
 
     def __init__(
         self,
-        runner: ProgramRunner,
+        runner: PlacedPrograms,
         sessions: Sessions,
         server: ProgramEndpoint,
         config: EnvironmentConfig,

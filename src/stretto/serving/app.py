@@ -42,7 +42,7 @@ from stretto.serving.requests import (
     parsed,
     read_json,
 )
-from stretto.serving.streams import EngineClient, GenerationRequest, Stream
+from stretto.serving.streams import AsyncEngine, GenerationRequest, Stream
 from stretto.serving.texts import GrowingText
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
@@ -70,7 +70,13 @@ P = TypeVar("P")
 
 @dataclass
 class _Form:
-    """The form of answers (see :class:`_Call`): OpenAI's ``kind`` with a ``prefix``, or vLLM's."""
+    """The form of answers: OpenAI's ``kind`` with a ``prefix`` of names, or vLLM's.
+
+    Attributes:
+        choice: makes the JSON of an answer, or of a piece of it in a stream.
+        said: called with each complete answer.
+        whole: whether an answer is sent only at its end, as for tool calls.
+    """
 
     choice: Callable[[Piece, bool], dict[str, Any]]
     prefix: str = ""
@@ -85,10 +91,7 @@ class _Call:
 
     Attributes:
         prompts: token ids. Each prompt has the same number of answers.
-        choice: makes the JSON of an answer, or of a piece of it in a stream.
         about: fields of every JSON object that is sent.
-        said: called with each complete answer.
-        whole: whether an answer is sent only at its end, as for tool calls.
         stop_ids: tokens that end an answer, in addition to the engine's.
     """
 
@@ -96,15 +99,9 @@ class _Call:
     prompts: Sequence[Sequence[int]]
     stream: Stream
     texts: Sequence[GrowingText]
-    choice: Callable[[Piece, bool], dict[str, Any]]
+    form: _Form
     about: Mapping[str, Any]
-    said: Callable[[Piece], None] | None = None
-    whole: bool = False
-    stop_ids: Collection[int] = ()
-
-    @property
-    def per_prompt(self) -> int:
-        return len(self.texts) // len(self.prompts)
+    stop_ids: Collection[int]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         offsets = [0] * len(self.texts)
@@ -156,7 +153,7 @@ class ModelServer:
 
     def __init__(
         self,
-        engine: EngineClient | Sessions,
+        engine: AsyncEngine | Sessions,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         *,
@@ -221,7 +218,7 @@ class ModelServer:
     async def _health(self, _: HttpRequest) -> Response:
         return Response()
 
-    def _client(self, http: HttpRequest) -> EngineClient | Session:
+    def _client(self, http: HttpRequest) -> AsyncEngine | Session:
         if not isinstance(self._engine, Sessions):
             return self._engine
         key = http.path_params.get("session") or http.headers.get(SESSION)
@@ -239,7 +236,7 @@ class ModelServer:
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
-    def _check_model(self, client: EngineClient | Session, name: str | None) -> None:
+    def _check_model(self, client: AsyncEngine | Session, name: str | None) -> None:
         if not isinstance(client, Session) and name not in (None, "", self._name):
             message = f"the model '{name}' does not exist; there is '{self._name}'"
             raise ApiError(message, 404, "model_not_found", "model")
@@ -302,7 +299,7 @@ class ModelServer:
         return await self._answer(http, request, [prompt], max_tokens, form)
 
     def _chat_prompt(
-        self, client: EngineClient | Session, request: ChatRequest
+        self, client: AsyncEngine | Session, request: ChatRequest
     ) -> tuple[Sequence[Message], Sequence[int], Mapping[str, Any]]:
         """Return a conversation, its tokens, and its template arguments."""
         turns = [received(m.model_dump(exclude_none=True)) for m in request.messages]
@@ -404,10 +401,8 @@ class ModelServer:
             prompts=prompts,
             stream=stream,
             texts=texts,
-            choice=form.choice,
+            form=form,
             about=about,
-            said=form.said,
-            whole=form.whole,
             stop_ids=() if in_session else frozenset(options.stop_token_ids or ()),
         )
         if request.stream:
@@ -419,14 +414,14 @@ class ModelServer:
         answers = [Piece(i) for i in range(len(call.texts))]
         async for piece in call.pieces():
             answers[piece.index].add(piece)
-        if call.said:
+        if call.form.said:
             for answer in answers:
-                call.said(answer)
+                call.form.said(answer)
 
         def body() -> str:
             fields = {
                 **call.about,
-                "choices": [call.choice(answer, True) for answer in answers],
+                "choices": [call.form.choice(answer, True) for answer in answers],
                 "usage": _usage(call, [len(answer.tokens) for answer in answers]),
                 **self._versioned(call, answers),
                 **_prompt_ids(call),
@@ -457,14 +452,14 @@ class ModelServer:
                 counts[piece.index] += len(piece.tokens)
                 answer = answers[piece.index]
                 answer.add(piece)
-                if piece.finish and call.said:
-                    call.said(answer)
-                if call.whole:
+                if piece.finish and call.form.said:
+                    call.form.said(answer)
+                if call.form.whole:
                     if not piece.finish:
                         continue
                     piece = answer
                 if piece.text or piece.finish or (details and piece.tokens):
-                    choices = [call.choice(piece, False)]
+                    choices = [call.form.choice(piece, False)]
                     fingerprint = self._versioned(call, [piece])
                     yield _event({**call.about, "choices": choices, **fingerprint, **first})
                     first = {}
@@ -489,7 +484,7 @@ class ModelServer:
         return tuple(tokens)
 
 
-def _room(client: EngineClient | Session, prompt: Sequence[int]) -> int:
+def _room(client: AsyncEngine | Session, prompt: Sequence[int]) -> int:
     if isinstance(client, Session):
         return client.longest
     return max(client.longest - len(prompt), 1)

@@ -36,39 +36,6 @@ class Stream(Protocol):
         """End all answers. Whoever submits requests must close their stream."""
 
 
-class EngineClient(Protocol):
-    """A server's interface to an engine.
-
-    Attributes:
-        longest: most tokens of prompt and answer together.
-        most: most answers per request.
-        version: of the weights for the next request, unless newer ones come first.
-    """
-
-    longest: int
-    most: int
-    version: int
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
-        """Queue requests. Raises EngineError if there are too many, or one is too long."""
-
-
-class Decodes(Protocol):
-    """The part of a :class:`~stretto.protocols.Generator` that requests need."""
-
-    async def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses."""
-
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """Decode tokens of all responses."""
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Drop responses."""
-
-    async def load(self, weights: WeightsRef) -> None:
-        """Load weights for further decoding."""
-
-
 class ThreadGenerator:
     """A generator that calls an engine of this process on a thread."""
 
@@ -89,14 +56,18 @@ class ThreadGenerator:
 
 
 class AsyncEngine:
-    """An :class:`EngineClient` over a generator. Requests enter free slots while others decode.
+    """A server's interface to an engine. Requests enter free slots while others decode.
 
     Every answer is of one version of the weights. Before new ones are loaded, answers in progress
     are completed, and new requests wait.
+
+    Attributes:
+        longest: most tokens of prompt and answer together.
+        most: answers in progress or waiting at a time, and so per request.
+        version: of the weights for the next request, unless newer ones come first.
     """
 
-    def __init__(self, generator: Decodes, longest: int, most: int) -> None:
-        """Accept ``most`` requests at a time, including waiting ones."""
+    def __init__(self, generator: ThreadGenerator, longest: int, most: int) -> None:
         self.longest = longest
         self.most = most
         self.version = 0
@@ -110,7 +81,7 @@ class AsyncEngine:
         self._work = asyncio.Event()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
-        """Queue requests (see :meth:`EngineClient.submit`)."""
+        """Queue requests. Raises EngineError if there are too many, or one is too long."""
         if self._failure:
             raise self._failure
         for tokens, sampling in requests:
