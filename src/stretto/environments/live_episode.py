@@ -206,6 +206,7 @@ class LiveEpisode:
 
 
 def episode_lost(rollout_id: int, reason: str) -> EpisodeLostError:
+    """Return the error of an episode whose process is gone."""
     return EpisodeLostError(
         f"the episode of rollout {rollout_id} cannot go on in another environment: {reason}",
         [rollout_id],
