@@ -20,12 +20,12 @@ from stretto.rollout.vllm.llm import Output
 from stretto.rollout.vllm.vllm_engine import FullWeights, VllmEngine
 from stretto.runtime.sim.loop import run
 from stretto.schedules.rollout import Rollout
+from stretto.testing import contracts
+from stretto.testing.contracts import answer
 from stretto.types import (
     Chunk,
     FinishReason,
     FloatArray,
-    Hold,
-    Observation,
     Prompt,
     Sampling,
 )
@@ -166,13 +166,7 @@ def take(chunks: Sequence[Chunk], by_id: dict[int, Rollout]) -> None:
 
 
 def finish(e: TorchEngine, made: Sequence[Rollout], chunk: int = 5) -> list[Rollout]:
-    by_id = {r.id: r for r in made}
-    for _ in range(500):
-        if all(r.finish for r in made):
-            assert e.decode(3).chunks == []
-            return list(made)
-        take(e.decode(chunk).chunks, by_id)
-    raise AssertionError("the engine never finished")
+    return contracts.finish(e, made, chunk, e.version)
 
 
 def following(tokens: Sequence[int]) -> int:
@@ -289,95 +283,6 @@ def stand_in_engine(
         sleep_level=sleep_level,
     )
     return VllmEngine(requests, source or FullWeights(STAND_IN_MODEL), settings)
-
-
-TURNS = 4
-"""Of an episode of the tests, whose environment then ends it."""
-
-
-def context_of(rollout_id: int, turn: int) -> list[int]:
-    """What the environment of the tests answers to a turn: 1 to 5 tokens."""
-    return [(7 * rollout_id + 3 * turn + i) % 11 for i in range(1 + (rollout_id + turn) % 5)]
-
-
-def episodes(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-    """Rollouts of episodes, which :func:`play` brings to their ends."""
-    made = [Rollout(i, Prompt(i, tuple(p), ""), i) for i, p in enumerate(prompts)]
-    for r in made:
-        r.sampling = sampling
-    return made
-
-
-def answer(r: Rollout) -> bool:
-    """Have the environment answer a turn; return whether the episode goes on."""
-    context = np.array(context_of(r.id, len(r.turns)), np.int32)
-    if len(r.turns) == TURNS:
-        r.ended_by = "turns"
-    elif len(r) + len(context) >= r.most_tokens:
-        r.ended_by = "tokens"
-    else:
-        r.append(r.observe(Observation(r.id, len(r.turns), context)))
-    return not r.ended_by
-
-
-Ways = tuple[Callable[[Any, list[int]], Any], Callable[[Any, list[Rollout], Any], None]]
-
-
-def _nothing(engine: Any, ids: list[int]) -> None:
-    """Leave parked rollouts as they are."""
-
-
-def _admit(engine: Any, made: list[Rollout], kept: Any) -> None:
-    engine.admit([r.response() for r in made])
-
-
-def _hold(*ways: Hold) -> Callable[[Any, list[int]], None]:
-    return lambda engine, ids: [engine.hold([*ids, 99], how) for how in ways] and None
-
-
-def _accept(engine: Any, made: list[Rollout], kept: Any) -> None:
-    engine.accept([r.response() for r in made], kept)
-
-
-WAITS: dict[str, Ways] = {
-    "kept": (_nothing, _admit),
-    "offloaded": (_hold("offload"), _admit),
-    "offloaded and back": (_hold("offload", "keep"), _admit),
-    "made again": (_hold("remake"), _admit),
-    "released": (lambda e, ids: e.release(ids), _admit),
-    "moved": (lambda e, ids: e.export(ids, False), _accept),
-    "moved with its cache": (lambda e, ids: e.export(ids, True), _accept),
-}
-"""What may happen to rollouts that wait, and how they go on."""
-
-
-def play(
-    engine: Any,
-    made: Sequence[Rollout],
-    size: int = 5,
-    way: Ways = WAITS["kept"],
-    each: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
-) -> None:
-    """Decode episodes to their ends, by calls of so many tokens; ``each`` sees what they return."""
-    by_id, (waits, goes_on) = {r.id: r for r in made}, way
-    engine.admit([r.response() for r in made if not r.ended_by])
-    for _ in range(1000):
-        if all(r.ended_by for r in made):
-            assert tuple(engine.decode(3)) == ([], 0)
-            return
-        chunks = engine.decode(size).chunks
-        each(chunks)
-        for chunk in chunks:
-            by_id[chunk.rollout_id].append(chunk)
-        waiting = [c.rollout_id for c in chunks if c.finish is FinishReason.TURN]
-        kept = waits(engine, waiting)
-        answered = [by_id[i] for i in waiting]
-        on = [r for r in answered if answer(r)]
-        if kept:
-            kept = [t for t in kept if not by_id[t.rollout_id].ended_by]
-        goes_on(engine, on, kept)
-        engine.release([r.id for r in answered if r.ended_by])
-    raise AssertionError("the episodes never ended")
 
 
 def played_whole(make: Callable[[], Any], made: Sequence[Rollout]) -> None:

@@ -15,17 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from engine_helpers import (
-    STAND_IN_MODEL,
-    WAITS,
-    Virtual,
-    answer,
-    context_of,
-    episodes,
-    play,
-    played_whole,
-    stand_in_engine,
-)
+from engine_helpers import STAND_IN_MODEL, Virtual, played_whole, stand_in_engine
 from helpers import llama, told
 from raising import raises
 from stretto.config import Config, ModelConfig, RolloutConfig
@@ -41,9 +31,20 @@ from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.resources import Device, SimWorker
 from stretto.schedules.rollout import Rollout
 from stretto.testing import World
+from stretto.testing.contracts import (
+    WAITS,
+    answer,
+    check_chunks,
+    check_moves,
+    context_of,
+    episodes,
+    finish,
+    play,
+    require_same,
+    take,
+)
 from stretto.types import (
     Chunk,
-    Decoded,
     FinishReason,
     KVTransfer,
     Observation,
@@ -103,28 +104,6 @@ def rollouts(ids: Sequence[int] = IDS) -> list[Rollout]:
     return [Rollout(i, Prompt(i, (i + 1, 2, 3, 4, 5), ""), i) for i in ids]
 
 
-def take(decoded: Decoded, made: Sequence[Rollout], version: int = 0) -> list[int]:
-    """Append what came; return the ids of those that ended, in order."""
-    by_id, ended = {r.id: r for r in made}, list[int]()
-    for c in decoded.chunks:
-        assert len(c.tokens) == len(c.logprobs) > 0
-        assert all(c.logprobs <= 0)
-        assert c.version == version
-        by_id[c.rollout_id].append(c)  # refuses gaps, overlaps and what follows an end
-        ended += [c.rollout_id] if c.finish else []
-    return ended
-
-
-def finish(subject: Any, made: Sequence[Rollout], size: int = 5, version: int = 0) -> None:
-    for _ in range(500):
-        if all(r.finish for r in made):
-            decoded = subject.decode(3)
-            assert (list(decoded.chunks), decoded.steps) == ([], 0)
-            return
-        take(subject.decode(size), made, version)
-    raise AssertionError("the engine never finished")
-
-
 def expected(name: str) -> list[Rollout]:
     """All responses, each decoded alone and whole."""
     made = rollouts()
@@ -135,31 +114,10 @@ def expected(name: str) -> list[Rollout]:
     return made
 
 
-def assert_same(made: Sequence[Rollout], others: Sequence[Rollout]) -> None:
-    by_id = {r.id: r for r in others}
-    for r in made:
-        assert (r.tokens, r.finish) == (by_id[r.id].tokens, by_id[r.id].finish)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_any_size_make_the_same_responses(name: str, size: int) -> None:
-    subject, made = SUBJECTS[name](), rollouts()
-    subject.admit(told(made))
-    while not all(r.finish for r in made):
-        before = {r.id: len(r) for r in made}
-        decoded = subject.decode(size)
-        assert 0 < decoded.steps <= size
-        new = {c.rollout_id: len(c.tokens) for c in decoded.chunks}
-        assert len(new) == len(decoded.chunks)
-        assert max(new.values()) <= decoded.steps
-        take(decoded, made)
-        assert all(len(r) == before[r.id] + new.get(r.id, 0) for r in made)
-    assert_same(made, expected(name))
-    ends = {r.finish for r in made}
-    assert all(len(r) == LIMIT for r in made if r.finish is FinishReason.LENGTH)
-    assert ends <= set(FinishReason)
-    finish(subject, made)  # nothing is left
+    check_chunks(SUBJECTS[name](), rollouts(), expected(name), size, LIMIT)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,7 +140,7 @@ def test_it_returns_as_soon_as_enough_have_finished_and_these_come_first(name: s
         rest = [c.rollout_id for c in decoded.chunks[len(done) :]]
         assert rest == sorted(rest)
         take(decoded, made)
-    assert_same(made, expected(name))
+    require_same(made, expected(name), name)
 
 
 @pytest.mark.parametrize("after", [1, 3])
@@ -198,28 +156,18 @@ def test_released_and_admitted_again_a_rollout_goes_on(name: str, after: int) ->
     two.admit(told(back[1:]))
     finish(two, back[1:], 2)
     finish(one, [r for r in made if r not in back[1:]], 2)
-    assert_same(made, expected(name))
+    require_same(made, expected(name), name)
     one.release([r.id for r in made])
 
 
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_rollouts_move(name: str, with_cache: bool) -> None:
-    one, two, made = SUBJECTS[name](), SUBJECTS[name](), rollouts()
-    one.admit(told(made))
-    take(one.decode(2), made)
-    moving = [r for r in made if not r.finish][::-1]
-    transfers = one.export([r.id for r in moving], with_cache)
-    assert [t.rollout_id for t in transfers] == [r.id for r in moving]
-    if (
-        not with_cache
-        or not getattr(one, "capabilities", ENGINES["torch"].capabilities).moves_cache
-    ):
+    one, two = SUBJECTS[name](), SUBJECTS[name]()
+    transfers = check_moves(one, two, rollouts(), expected(name), with_cache)
+    capabilities = getattr(one, "capabilities", ENGINES["torch"].capabilities)
+    if not with_cache or not capabilities.moves_cache:
         assert all(t.cache is None and not t.cached_tokens for t in transfers)
-    assert tuple(one.decode(5)) == ([], 0)
-    two.accept(told(moving), transfers)
-    finish(two, moving)
-    assert_same(made, expected(name))
 
 
 @pytest.mark.parametrize("ids", [[0, 9], [1, 1]])
@@ -230,7 +178,7 @@ def test_what_is_not_there_cannot_leave(name: str, ids: list[int]) -> None:
     with raises(EngineError, "not-in-engine", ids[1]):
         subject.export(ids, False)
     finish(subject, made)
-    assert_same(made, expected(name))
+    require_same(made, expected(name), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -267,7 +215,7 @@ def test_tokens_bear_the_version_that_sampled_them(name: str) -> None:
         subject.load(ref)
     assert subject.version == 4
     finish(subject, [r for r in made if not r.finish], version=4)
-    assert_same(made, expected(name))
+    require_same(made, expected(name), name)
 
 
 # -- engines alone ---------------------------------------------------------------------------------
@@ -314,7 +262,7 @@ def test_what_is_measured_disturbs_no_rollout(name: str) -> None:
     assert engine.prefill_tokens_per_s() > 0
     assert engine.kv_bytes_per_token > 0
     finish(engine, [r for r in made if not r.finish])
-    assert_same(made, expected(name))
+    require_same(made, expected(name), name)
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -339,8 +287,8 @@ def turning_alone(name: str) -> list[Rollout]:
 
 
 def assert_episodes(name: str, made: Sequence[Rollout]) -> None:
+    require_same(made, turning_alone(name), name)
     for r, other in zip(made, turning_alone(name), strict=True):
-        assert (r.tokens, r.turns, r.ended_by) == (other.tokens, other.turns, other.ended_by)
         assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 

@@ -11,19 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine_helpers import (
-    EagerBackend,
-    engine,
-    episodes,
-    finish,
-    play,
-    random_prompts,
-    rollouts,
-)
+from engine_helpers import EagerBackend, engine, finish, random_prompts, rollouts
 from helpers import VOCABULARY, llama
 from rounding import rounding
 from stretto.models.devices import Backend, CudaBackend
 from stretto.rollout import engine as engines
+from stretto.testing.contracts import episodes, play
 from stretto.types import Decoded, Sampling
 
 LIMIT, TURN_LIMIT = 40, 15

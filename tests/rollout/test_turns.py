@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_helpers import WAITS, answer, context_of, episodes, plain_logprobs, play, played_whole
+from engine_helpers import plain_logprobs, played_whole
 from helpers import CHANNEL, llama, ticket, told
 from rounding import rounding
 from stretto.config import RolloutConfig
@@ -20,6 +20,7 @@ from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
+from stretto.testing.contracts import WAITS, answer, context_of, episodes, play
 from stretto.types import FinishReason, Sampling, WeightsRef
 
 ENDS = frozenset(range(3, 9))

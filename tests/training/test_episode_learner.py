@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine_helpers import episodes, play
 from episode_helpers import (
     as_episodes,
     episodes_of,
@@ -36,6 +35,7 @@ from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout, train_batch
+from stretto.testing.contracts import episodes, play
 from stretto.training import backprop
 from stretto.training.learner import PolicyLearner
 from stretto.types import CONTEXT, FinishReason, Sampling, Score

@@ -1,10 +1,12 @@
-"""Contracts of engines and scorers that a device could break. ``tests/contracts`` has more."""
+"""Contracts of engines and scorers that a device could break. ``stretto doctor --gpu`` checks them
+on a GPU. ``tests/contracts`` checks them for every engine and scorer, and more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +21,29 @@ from stretto.models.weights import fingerprint
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.model_scorers import critic_scorer, reference_scorer
 from stretto.testing import make_chunk
 from stretto.training.trained import WholeModel
-from stretto.types import Chunk, FinishReason, Hold, Observation, Prompt, Sampling, WeightsRef
+from stretto.types import (
+    Chunk,
+    Decoded,
+    FinishReason,
+    Hold,
+    KVTransfer,
+    Observation,
+    Prompt,
+    Sampling,
+    WeightsRef,
+)
 from stretto.weights.channel import SharedChannel
 
 EXACT = 1e-3
 """Tolerance of log-probabilities (nats) and values in float32."""
 ROUNDED = 0.2
 """Tolerance of the RMS difference in bfloat16, in nats; the same as for the weight-sync probe."""
+
+LIMIT = 24
+"""Tokens of the longest response."""
 
 SMALL: Mapping[str, Any] = {
     "vocab_size": 640,
@@ -91,7 +105,7 @@ def logprob_gap(model: nn.Module, rollouts: Sequence[Rollout]) -> float:
 
 
 def _engine(model: nn.Module, ends: Iterable[int] = (), **options: Any) -> TorchEngine:
-    config = RolloutConfig(batch=6, max_new_tokens=24, prefill_tokens=64, **options)
+    config = RolloutConfig(batch=6, max_new_tokens=LIMIT, prefill_tokens=64, **options)
     channel = SharedChannel()
     end_tokens = frozenset(ends)
     settings = EngineSettings(
@@ -105,7 +119,11 @@ def _small(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Modul
 
 
 def _made(engine: TorchEngine, chunk: int = 5) -> list[Rollout]:
-    return decoded(engine, random_rollouts(8, _SMALL["vocab_size"], 40), chunk)
+    return decoded(engine, _small_rollouts(), chunk)
+
+
+def _small_rollouts() -> list[Rollout]:
+    return random_rollouts(8, _SMALL["vocab_size"], 40)
 
 
 def _require(good: bool, what: str) -> None:
@@ -113,16 +131,181 @@ def _require(good: bool, what: str) -> None:
         raise EngineError(what, "contract-broken")
 
 
-def _same_tokens(one: Sequence[Rollout], other: Sequence[Rollout], what: str) -> None:
-    differ = [a.id for a, b in zip(one, other, strict=True) if a.tokens != b.tokens]
-    _require(not differ, f"{what}: rollouts {differ} got other tokens")
+def require_same(rollouts: Sequence[Rollout], expected: Sequence[Rollout], what: str) -> None:
+    """Raise EngineError if responses differ from the expected ones with the same ids."""
+    by_id = {r.id: _response(r) for r in expected}
+    different = [r.id for r in rollouts if _response(r) != by_id[r.id]]
+    _require(not different, f"{what}: rollouts {different} got other tokens")
+
+
+def _response(r: Rollout) -> tuple[Any, ...]:
+    return r.tokens, r.finish, r.turns, r.ended_by
+
+
+def take(decoded: Decoded, rollouts: Sequence[Rollout], version: int = 0) -> None:
+    """Append chunks to their rollouts."""
+    by_id = {r.id: r for r in rollouts}
+    for c in decoded.chunks:
+        valid = len(c.tokens) == len(c.logprobs) > 0 and c.version == version
+        _require(valid and bool(np.all(c.logprobs <= 0)), f"{c} is no chunk of version {version}")
+        by_id[c.rollout_id].append(c)  # refuses gaps, overlaps and chunks after an end
+
+
+def finish(
+    engine: Any, rollouts: Sequence[Rollout], size: int = 5, version: int = 0
+) -> list[Rollout]:
+    """Decode admitted rollouts to their ends, after which the engine must have nothing left."""
+    for _ in range(500):
+        if all(r.finish for r in rollouts):
+            _require(tuple(engine.decode(3)) == ([], 0), "the engine decodes ended rollouts")
+            return list(rollouts)
+        take(engine.decode(size), rollouts, version)
+    raise EngineError("the engine never finished", "contract-broken")
+
+
+def check_chunks(
+    engine: Any, rollouts: Sequence[Rollout], expected: Sequence[Rollout], size: int, limit: int
+) -> None:
+    """Chunks of any size make the same responses, of at most ``limit`` tokens."""
+    engine.admit([r.response() for r in rollouts])
+    while not all(r.finish for r in rollouts):
+        lengths = {r.id: len(r) for r in rollouts}
+        decoded = engine.decode(size)
+        _require(0 < decoded.steps <= size, f"{decoded.steps} steps of at most {size}")
+        new = {c.rollout_id: len(c.tokens) for c in decoded.chunks}
+        _require(len(new) == len(decoded.chunks), "a rollout has two chunks of a call")
+        _require(max(new.values()) <= decoded.steps, f"{new} tokens in {decoded.steps} steps")
+        take(decoded, rollouts)
+        for r in rollouts:
+            _require(len(r) == lengths[r.id] + new.get(r.id, 0), f"rollout {r.id} has other tokens")
+    require_same(rollouts, expected, f"chunks of {size}")
+    for r in rollouts:
+        full = r.finish is not FinishReason.LENGTH or len(r) == limit
+        _require(full, f"rollout {r.id} was ended at {len(r)} of {limit} tokens")
+    finish(engine, rollouts)
+
+
+def check_moves(
+    giver: Any,
+    taker: Any,
+    rollouts: Sequence[Rollout],
+    expected: Sequence[Rollout],
+    with_cache: bool,
+) -> Sequence[KVTransfer]:
+    """Rollouts continue on another engine as if they had stayed. Returns their transfers."""
+    giver.admit([r.response() for r in rollouts])
+    take(giver.decode(2), rollouts)
+    moving = [r for r in rollouts if not r.finish][::-1]
+    transfers: Sequence[KVTransfer] = giver.export([r.id for r in moving], with_cache)
+    in_order = [t.rollout_id for t in transfers] == [r.id for r in moving]
+    _require(in_order, "transfers are not in the order of the request")
+    _require(tuple(giver.decode(5)) == ([], 0), "the engine decodes rollouts that it gave up")
+    taker.accept([r.response() for r in moving], transfers)
+    finish(taker, moving)
+    cache = "with" if with_cache else "without"
+    require_same(rollouts, expected, f"moved {cache} keys and values")
+    return transfers
+
+
+TURNS = 4
+"""Turns after which :func:`answer` ends an episode."""
+
+
+def context_of(rollout_id: int, turn: int) -> list[int]:
+    """Return the 1 to 5 tokens with which :func:`answer` answers a turn."""
+    return [(7 * rollout_id + 3 * turn + i) % 11 for i in range(1 + (rollout_id + turn) % 5)]
+
+
+def episodes(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+    """Return rollouts of episodes, which :func:`play` brings to their ends."""
+    rollouts = [Rollout(i, Prompt(i, tuple(p), ""), i) for i, p in enumerate(prompts)]
+    for r in rollouts:
+        r.sampling = sampling
+    return rollouts
+
+
+def answer(r: Rollout) -> bool:
+    """Answer a turn as an environment does. Return whether the episode continues."""
+    context = np.array(context_of(r.id, len(r.turns)), np.int32)
+    if len(r.turns) == TURNS:
+        r.ended_by = "turns"
+    elif len(r) + len(context) >= r.most_tokens:
+        r.ended_by = "tokens"
+    else:
+        r.append(r.observe(Observation(r.id, len(r.turns), context)))
+    return not r.ended_by
+
+
+Wait = tuple[Callable[[Any, list[int]], Any], Callable[[Any, list[Rollout], Any], None]]
+"""An action on parked rollouts, and how they continue, given the first function's result."""
+
+
+def _nothing(engine: Any, ids: list[int]) -> None:
+    """Leave parked rollouts as they are."""
+
+
+def _admit(engine: Any, rollouts: list[Rollout], transfers: Any) -> None:
+    engine.admit([r.response() for r in rollouts])
+
+
+def _hold(*ways: Hold) -> Callable[[Any, list[int]], None]:
+    def hold(engine: Any, ids: list[int]) -> None:
+        for how in ways:
+            engine.hold([*ids, 99], how)
+
+    return hold
+
+
+def _accept(engine: Any, rollouts: list[Rollout], transfers: Any) -> None:
+    engine.accept([r.response() for r in rollouts], transfers)
+
+
+WAITS: Mapping[str, Wait] = {
+    "kept": (_nothing, _admit),
+    "offloaded": (_hold("offload"), _admit),
+    "offloaded and back": (_hold("offload", "keep"), _admit),
+    "made again": (_hold("remake"), _admit),
+    "released": (lambda e, ids: e.release(ids), _admit),
+    "moved": (lambda e, ids: e.export(ids, False), _accept),
+    "moved with its cache": (lambda e, ids: e.export(ids, True), _accept),
+}
+
+
+def play(
+    engine: Any,
+    rollouts: Sequence[Rollout],
+    size: int = 5,
+    way: Wait = WAITS["kept"],
+    each: Callable[[Sequence[Chunk]], None] | None = None,
+) -> None:
+    """Decode episodes to their ends. ``each`` gets the chunks of each call of ``size`` tokens."""
+    by_id = {r.id: r for r in rollouts}
+    park, resume = way
+    engine.admit([r.response() for r in rollouts if not r.ended_by])
+    for _ in range(1000):
+        if all(r.ended_by for r in rollouts):
+            _require(tuple(engine.decode(3)) == ([], 0), "the engine decodes ended rollouts")
+            return
+        chunks = engine.decode(size).chunks
+        if each:
+            each(chunks)
+        for chunk in chunks:
+            by_id[chunk.rollout_id].append(chunk)
+        turns = [by_id[c.rollout_id] for c in chunks if c.finish is FinishReason.TURN]
+        transfers = park(engine, [r.id for r in turns])
+        continuing = [r for r in turns if answer(r)]
+        if transfers:
+            transfers = [t for t in transfers if not by_id[t.rollout_id].ended_by]
+        resume(engine, continuing, transfers)
+        engine.release([r.id for r in turns if r.ended_by])
+    raise EngineError("the episodes never ended", "contract-broken")
 
 
 def _chunks(device: torch.device) -> str:
     model = _small(device)
     expected = _made(_engine(model), 100)
     for size in (1, 3):
-        _same_tokens(_made(_engine(model), size), expected, f"chunks of {size}")
+        check_chunks(_engine(model), _small_rollouts(), expected, size, LIMIT)
     return "chunks of 1, 3 and 100 tokens make the same responses"
 
 
@@ -130,52 +313,21 @@ def _moves(device: torch.device) -> str:
     model = _small(device)
     expected = _made(_engine(model))
     for with_cache in (True, False):
-        one, two = _engine(model), _engine(model)
-        rollouts = random_rollouts(8, _SMALL["vocab_size"], 40)
-        one.admit([r.response() for r in rollouts])
-        _take(one, rollouts, 4)
-        going = [r for r in rollouts if not r.finish]
-        two.accept([r.response() for r in going], one.export([r.id for r in going], with_cache))
-        while not all(r.finish for r in rollouts):
-            _take(two, rollouts, 5)
-        _same_tokens(
-            rollouts, expected, "moved " + ("with" if with_cache else "without") + " its cache"
-        )
+        check_moves(_engine(model), _engine(model), _small_rollouts(), expected, with_cache)
     return "with its keys and values, and without, a rollout goes on as if it had stayed"
-
-
-def _take(engine: TorchEngine, rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
-    """Decode rollouts whose ids are their places. Return those that ended a turn."""
-    chunks = engine.decode(tokens).chunks
-    for chunk in chunks:
-        rollouts[chunk.rollout_id].append(chunk)
-    return [rollouts[c.rollout_id] for c in chunks if c.finish is FinishReason.TURN]
 
 
 def _turns(device: torch.device) -> str:
     model = _small(device)
-    rollouts_by_hold = {how: _episodes(model, how) for how in get_args(Hold)}
-    _require(any(len(r.turns) > 1 for r in rollouts_by_hold["keep"]), "no turn has ended")
-    for how, rollouts in rollouts_by_hold.items():
-        _same_tokens(rollouts, rollouts_by_hold["keep"], f"after a wait by hold = '{how}'")
+    prompts = [r.prompt.tokens for r in _small_rollouts()]
+    ways = "kept", "offloaded", "made again"
+    rollouts_by_way = {way: episodes(prompts, Sampling(LIMIT, max_turn_tokens=12)) for way in ways}
+    expected = rollouts_by_way["kept"]
+    for way, rollouts in rollouts_by_way.items():
+        play(_engine(model, ends=range(0, _SMALL["vocab_size"], 8)), rollouts, way=WAITS[way])
+        require_same(rollouts, expected, f"{way} during a wait")
+    _require(any(len(r.turns) > 1 for r in expected), "no turn has ended")
     return "kept on the device, on the host or made again, a rollout goes on the same after a turn"
-
-
-def _episodes(model: nn.Module, how: Hold) -> list[Rollout]:
-    """Decode episodes, with an observation of two tokens after each turn."""
-    engine = _engine(model, ends=range(0, _SMALL["vocab_size"], 8))
-    rollouts = random_rollouts(8, _SMALL["vocab_size"], 40)
-    for r in rollouts:
-        r.sampling = Sampling(24, max_turn_tokens=12)
-    engine.admit([r.response() for r in rollouts])
-    for _ in range(24):
-        for r in _take(engine, rollouts, 5):
-            engine.hold([r.id], how)
-            if len(r) + 2 < r.most_tokens:
-                context = np.array([r.id, len(r)], np.int32)
-                r.append(r.observe(Observation(r.id, len(r.turns), context)))
-                engine.admit([r.response()])
-    return rollouts
 
 
 def _graphs(device: torch.device) -> str:
@@ -184,7 +336,7 @@ def _graphs(device: torch.device) -> str:
     model = _small(device)
     graphed = _made(_engine(model))
     eager = _made(_engine(model, engine_args={"cuda_graphs": False}))
-    _same_tokens(graphed, eager, "with CUDA graphs")
+    require_same(graphed, eager, "with CUDA graphs")
     gap = max(
         abs(x - y)
         for a, b in zip(graphed, eager, strict=True)
@@ -233,25 +385,24 @@ def _scorers(device: torch.device) -> str:
     critic = critic_from_actor(model)
     nn.init.normal_(next(scalar_head(critic).parameters()), std=0.1)
     rollouts = _made(_engine(model))
-    gap = max(
-        _streamed_gap(lambda slots: reference_scorer(model, 1.0, 256, slots=slots), rollouts),
-        _streamed_gap(lambda slots: critic_scorer(critic, 256, slots=slots), rollouts),
+    slots = len(rollouts)
+    complete = reference_scorer(model, 1.0, 256), critic_scorer(critic, 256)
+    streaming = (
+        reference_scorer(model, 1.0, 256, slots=slots),
+        critic_scorer(critic, 256, slots=slots),
     )
+    gap = max(scores_gap(*pair, rollouts, 5) for pair in zip(complete, streaming, strict=True))
     _require(gap <= EXACT, f"scores of streamed and whole responses differ by {gap:.2g}")
     return f"streamed and whole scores differ by {gap:.1g} at most"
 
 
-def _streamed_gap(make: Callable[[int], ModelScorer], rollouts: Sequence[Rollout]) -> float:
-    """Return the largest difference between scores of complete and of streamed responses."""
-    complete_scores, streamed_scores = (
-        scores_of(make(0), rollouts),
-        scores_of(make(len(rollouts)), rollouts, 5),
-    )
-    gaps = (
-        np.abs(a.values - b.values).max()
-        for a, b in zip(complete_scores, streamed_scores, strict=True)
-    )
-    return float(max(gaps))
+def scores_gap(scorer: Any, streaming: Any, rollouts: Sequence[Rollout], size: int) -> float:
+    """Return the largest difference between scores of complete responses, and of responses that
+    arrive in chunks of ``size`` tokens at another scorer.
+    """
+    complete = np.concatenate([score.values for score in scores_of(scorer, rollouts)])
+    streamed = np.concatenate([score.values for score in scores_of(streaming, rollouts, size)])
+    return float(np.abs(complete - streamed).max())
 
 
 def scores_of(scorer: Any, rollouts: Sequence[Rollout], size: int = 0) -> list[Any]:

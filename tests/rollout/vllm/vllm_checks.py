@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_helpers import WAITS, episodes, play
 from helpers import llama
 from stretto.config import ModelConfig, RolloutConfig
 from stretto.errors import ConfigError
@@ -28,6 +27,7 @@ from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.llm import LlmRequests, check_options, open_requests
 from stretto.rollout.vllm.vllm_engine import VllmEngine, source_of
 from stretto.schedules.rollout import Rollout
+from stretto.testing.contracts import WAITS, episodes, play
 from stretto.types import IntArray, Prompt, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
 
