@@ -9,6 +9,7 @@ is the learner's version minus the oldest version among its tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -66,6 +67,11 @@ class Prompt:
     def bare(self) -> Prompt:
         """The prompt with only its id and tokens, which is all that models read."""
         return Prompt(self.id, self.tokens, "")
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens."""
+        return hashlib.sha256(np.array(self.tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

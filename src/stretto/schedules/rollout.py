@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -244,7 +243,7 @@ class Rollout:
         return {
             **to_plain(self),
             "prompt": self.prompt.id,
-            "prompt_mark": _mark(self.asked or self.prompt),
+            "prompt_mark": (self.asked or self.prompt).fingerprint,
             "opened": opening,
             "scores": [to_plain(score) for score in self.scores.values()],
         }
@@ -252,7 +251,7 @@ class Rollout:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
         """Restore a rollout. StateError if its prompt has changed."""
-        if state.get("prompt_mark", "") not in ("", _mark(prompt)):
+        if state.get("prompt_mark", "") not in ("", prompt.fingerprint):
             raise StateError(
                 f"rollout {state['id']} has {len(state['tokens'])} tokens of a response to another "
                 f"prompt than {prompt.text[:80]!r}, which has its place {prompt.id} now. Restore "
@@ -286,10 +285,6 @@ def _messages_of(samples: Sequence[Rollout]) -> tuple[Message, ...]:
             logged_ids.add(last_id)
         last_id = o.rollout_id
     return tuple(messages)
-
-
-def _mark(prompt: Prompt) -> str:
-    return hashlib.sha256(np.array(prompt.tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 def restored(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -249,9 +248,8 @@ class PromptSource:
     @property
     def identity(self) -> Mapping[str, str]:
         """The task's identity, and a fingerprint of the first prompt's tokens."""
-        tokens = np.array(self.first(1)[0].tokens, np.int32)
-        digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-        return {**self.task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
+        (prompt,) = self.first(1)
+        return {**self.task.identity, "tokens of the first prompt": SHA256 + prompt.fingerprint}
 
     def state_dict(self) -> dict[str, Any]:
         order = {"rows": len(self.task), "seed": self.seed}
