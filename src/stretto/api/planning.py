@@ -298,7 +298,11 @@ def _shape(name: str) -> Shape:
     try:
         return described(name).shape
     except ModelError as error:
-        raise ConfigError(f"{error}. `model_shape` plans with another", "shape-unknown") from error
+        raise ConfigError(
+            f"the shape of '{name}' cannot be read: {error}. If another model has the same layers, "
+            "set `model_shape` to its name, folder or config.json",
+            "shape-unknown",
+        ) from error
 
 
 def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:

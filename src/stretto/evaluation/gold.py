@@ -61,7 +61,9 @@ def open_gold(
 
 
 def score_all(gold: Gold, rollouts: Sequence[Rollout], batch: int) -> list[float]:
-    """Return the score of each rollout, computed in batches. RewardError if one has none."""
+    """Return the score of each rollout, computed in batches, because a function has one time limit
+    for a batch. Raises RewardError if the source failed on a response, or gave no finite number.
+    """
     values = list[float]()
     with working(on_stderr, "scoring responses", len(rollouts)) as advance:
         for start in range(0, len(rollouts), batch):

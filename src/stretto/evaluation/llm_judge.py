@@ -225,7 +225,7 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
     if not choices:
         raise JudgeError(
             f"the judge '{judge.model}' at {client.base_url} answered with no chat completion: "
-            f"{str(answer)[:200]!r}. Check `judge_url`, which mostly ends in /v1",
+            f"{str(answer)[:200]!r}. Check `judge_url`, which usually ends in /v1",
             "no-chat-completion",
         )
     return "" if choices[0].finish_reason == "length" else choices[0].message.content or ""

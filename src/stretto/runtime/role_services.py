@@ -311,7 +311,9 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 
 
 def reference(setup: RoleSetup) -> ScorerService:
-    """Make the reference's service: the initial actor, or the learner's without adapters."""
+    """Make the reference's service. It scores with the initial actor, or, if a learner in the same
+    process trains adapters, with its actor without them.
+    """
     setup.prepare()
     config = setup.config
     overrides = setup.overrides
