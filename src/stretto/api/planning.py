@@ -298,11 +298,8 @@ def _shape(name: str) -> Shape:
     try:
         return described(name).shape
     except ModelError as error:
-        raise ConfigError(
-            f"the shape of '{name}' cannot be read: {error}. If another model has the same layers, "
-            "set `model_shape` to its name, folder or config.json",
-            "shape-unknown",
-        ) from error
+        problem = f"{error}. Or set `model_shape` to a model with the same layers"
+        raise ConfigError(problem, "shape-unknown") from error
 
 
 def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:
