@@ -180,12 +180,12 @@ class Workload(Section):
     def mean_tokens(self) -> float:
         """Mean tokens of a prompt and its response."""
         shares = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
-        prompts = (self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares))
+        prompts = [self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares)]
         if turns := self.turns:
-            lengths = (sum(t.tokens + t.answer for t in turns(i)) for i in range(_QUANTILES))
-            return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in lengths)
-        responses = (self.response_tokens.quantile(u, i) for i, u in enumerate(shares))
-        return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in responses)
+            lengths = [float(sum(t.tokens + t.answer for t in turns(i))) for i in range(_QUANTILES)]
+        else:
+            lengths = [self.response_tokens.quantile(u, i) for i, u in enumerate(shares)]
+        return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in lengths)
 
     @property
     def turns(self) -> Turns | None:

@@ -31,7 +31,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import GeneratorRole, known
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, SimSpeculation, TransferCost
 from stretto.runtime.sim.resources import SimWorker
-from stretto.runtime.sim.turns import SimTurn, turn_of
+from stretto.runtime.sim.turns import PLACEHOLDERS, SimTurn, turn_of
 from stretto.types import (
     Chunk,
     Decoded,
@@ -44,10 +44,9 @@ from stretto.types import (
     episode_of,
 )
 
-_TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
-"""Placeholders for sampled tokens and their log-probabilities, longer than any response."""
-for _stand_in in (_TOKENS, _LOGPROBS):
-    _stand_in.flags.writeable = False
+_LOGPROBS = np.full(len(PLACEHOLDERS), -1.0, np.float32)
+"""Log-probabilities of the placeholders."""
+_LOGPROBS.flags.writeable = False
 
 
 @dataclass(slots=True)
@@ -484,4 +483,4 @@ class SimGenerator:
         return Chunk(row.id, start, tokens, _LOGPROBS[:new], self.version, finish)
 
     def _tokens(self, rollout_id: int, start: int, stop: int) -> IntArray:
-        return _TOKENS[: stop - start]
+        return PLACEHOLDERS[: stop - start]

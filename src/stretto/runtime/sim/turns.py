@@ -21,9 +21,9 @@ from stretto.runtime.sim.lengths import Distribution, Lengths, Lognormal, Unifor
 from stretto.types import FinishReason, Observation, Response, episode_of
 
 _NORMAL = NormalDist()
-_TOKENS = np.zeros(1 << 17, np.int32)
-"""Placeholder answer tokens, more than any answer has."""
-_TOKENS.flags.writeable = False
+PLACEHOLDERS = np.zeros(1 << 17, np.int32)
+"""Placeholders for sampled and answered tokens, more than any response has."""
+PLACEHOLDERS.flags.writeable = False
 
 
 class SimTurn(NamedTuple):
@@ -146,7 +146,7 @@ class SimEnvironment:
         self._reward = reward
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
-        return log[-1] if log else Observation(response.id, 0, _TOKENS[:0])
+        return log[-1] if log else Observation(response.id, 0, PLACEHOLDERS[:0])
 
     async def step(self, response: Response) -> Observation:
         k, turns = turn_of(response), self._turns(episode_of(response.id))
@@ -161,11 +161,11 @@ class SimEnvironment:
         if len(response) + turn.answer >= self._max_new_tokens:
             return self._end(response, k, "tokens")
         record = {"seconds": turn.wait_s}
-        return Observation(response.id, k + 1, _TOKENS[: turn.answer], record=record)
+        return Observation(response.id, k + 1, PLACEHOLDERS[: turn.answer], record=record)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Do nothing, as no environment is open."""
 
     def _end(self, response: Response, k: int, because: str) -> Observation:
         reward = self._reward(episode_of(response.id), response.version)
-        return Observation(response.id, k + 1, _TOKENS[:0], reward=reward, ended_by=because)
+        return Observation(response.id, k + 1, PLACEHOLDERS[:0], reward=reward, ended_by=because)
