@@ -38,7 +38,7 @@ from stretto.config.sections import RewardSource, reward_source
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.conventions import convention_of
-from stretto.scoring.function_host import open_function
+from stretto.scoring.function_host import FunctionHost
 from stretto.scoring.functions import Answers, FunctionScorer
 from stretto.scoring.response_buffer import response_text
 from stretto.stateful import from_plain, to_plain
@@ -408,11 +408,12 @@ def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
 ) -> None:
     monkeypatch.setattr("stretto.tasks.task.TIME_LIMIT_S", 1)
     config = answers_file(tmp_path, "12")
-    verifier = open_function({"task": config.model_dump(), "seed": 0})
+    verifier = FunctionHost.open({"task": config.model_dump(), "seed": 0})
     row = {"index": 0, "fingerprint": fingerprint(tasks.load(config, 0).row(0).data)}
     verdicts: list[Any] = []
     responses = ["12", "$9^{9^{9^{9}}}$", "13"]
-    verifier.run([{**row, "response": response} for response in responses], verdicts.append)
+    samples = [{**row, "response": response} for response in responses]
+    verifier.answer({"samples": samples}, verdicts.append)
     assert verdicts == [
         {"at": 0, "value": 1.0},
         {"at": 1, "value": 0.0, "extra": {"timeouts": 1}},

@@ -47,7 +47,18 @@ class FunctionHost:
 
     @classmethod
     def open(cls, opening: Mapping[str, Any]) -> Self:
-        return cls(open_function(opening))
+        if "task" in opening:
+            return cls(_open_task(opening["task"], opening["seed"]))
+        if "url" in opening:
+            from stretto.scoring.remote import open_server  # it imports an HTTP client
+
+            return cls(open_server(opening["url"]))
+        file, name = opening["file"], opening["function"]
+        module = import_module(file, opening["module"], opening["root"], SETTING)
+        function = member_of(module, opening, SETTING)
+        if not callable(function):
+            raise not_defined(file, name, callables(module), SETTING)
+        return cls(recognise(function, file, name))
 
     def ready(self) -> dict[str, Any]:
         columns, required = self._function.columns, self._function.required
@@ -56,22 +67,6 @@ class FunctionHost:
 
     def answer(self, body: Mapping[str, Any], send: Send) -> str | None:
         return self._function.run(body["samples"], send)
-
-
-def open_function(opening: Mapping[str, Any]) -> RewardFunction:
-    """Open the reward function of a first line. Raises ConfigError or TaskError."""
-    if "task" in opening:
-        return _open_task(opening["task"], opening["seed"])
-    if "url" in opening:
-        from stretto.scoring.remote import open_server  # it imports an HTTP client
-
-        return open_server(opening["url"])
-    file, name = opening["file"], opening["function"]
-    module = import_module(file, opening["module"], opening["root"], SETTING)
-    function = member_of(module, opening, SETTING)
-    if not callable(function):
-        raise not_defined(file, name, callables(module), SETTING)
-    return recognise(function, file, name)
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
