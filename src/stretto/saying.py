@@ -64,11 +64,17 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Pad the cells of each column to one width. Left-align the first column."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows]
+def padded(rows: Sequence[Sequence[str]], left: int = 1) -> list[list[str]]:
+    """Pad the cells of each column to one width. Left-align the first ``left`` columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        [
+            f"{cell:{'<' if i < left else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded(rows))
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded(rows, left))
