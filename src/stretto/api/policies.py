@@ -21,7 +21,7 @@ from stretto.evaluation.generation import with_dtype
 from stretto.interfaces import in_python
 from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
-from stretto.models.lora import trained_names
+from stretto.models.lora import trained_tensors
 from stretto.models.resolve import is_known, resolve, trained_model
 from stretto.models.weights import fingerprint
 from stretto.observe.lock import in_use
@@ -253,7 +253,7 @@ def open_policy(
             _channel=channel,
         )
         if tensors or rollout.capabilities.own_weights:
-            engine.load(policy.offer(tensors or _trained_tensors(actor)))
+            engine.load(policy.offer(tensors or trained_tensors(actor)))
     return policy
 
 
@@ -315,11 +315,6 @@ def _read(run: RunDirectory) -> tuple[int, dict[str, torch.Tensor]]:
     step, state = checkpoint.load_latest(run.checkpoints, on_stderr)
     masters = shard_files.read(state[LEARNER])["models"]["actor"]["masters"]
     return step, {name: shard.read() for name, shard in masters.items()}
-
-
-def _trained_tensors(actor: nn.Module) -> dict[str, torch.Tensor]:
-    trained = trained_names(actor)
-    return {n: p.detach() for n, p in actor.named_parameters() if n in trained}
 
 
 def _longest(actor: nn.Module, asked: int) -> int:

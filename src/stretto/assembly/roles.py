@@ -23,7 +23,7 @@ from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids
-from stretto.models.lora import trained_names
+from stretto.models.lora import trained_tensors
 from stretto.models.resolve import adapter_base, resolve
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import fingerprint_of
@@ -170,9 +170,8 @@ class RoleFactory:
             )
             engine = kind.open(actor, settings)
         if first:
-            trained = trained_names(actor)
             ref = WeightsRef("actor", 0, fingerprint_of(actor), first.name)
-            first.put(ref, {n: p.detach() for n, p in actor.named_parameters() if n in trained})
+            first.put(ref, trained_tensors(actor))
             engine.load(ref)
         return engine
 

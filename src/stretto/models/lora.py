@@ -104,7 +104,11 @@ def check_lora(model: nn.Module, config: ModelConfig) -> None:
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    return frozenset(trained_tensors(model))
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def merge_lora(wrapped: Any, trained: frozenset[str]) -> None:
