@@ -20,7 +20,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -51,9 +50,9 @@ from stretto.types import (
     TrainStepOutput,
     WeightsRef,
 )
-from stretto.workers.group import GroupExecutor, ServiceGroup
-from stretto.workers.ranks import Ranks
-from stretto.workers.services import Makes
+from stretto.workers.group import GroupExecutor, RankGroup
+from stretto.workers.rank import GroupSpec
+from stretto.workers.services import Makes, RankServices
 
 T = TypeVar("T")
 
@@ -76,9 +75,9 @@ class IdleLearner:
         return {"actor": WeightsRef("actor", self.version, "x")}
 
 
-def launched(name: str, makes: Makes) -> Ranks:
+def launched(name: str, makes: Makes) -> RankGroup:
     """Start a process."""
-    return Ranks(1, services=makes, threads=1, role=name)
+    return RankGroup(GroupSpec(), RankServices, (makes,), name=name).start()
 
 
 def prompts() -> Prompt:
@@ -94,10 +93,8 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
     """Processor seconds of the driver's steps, and chunks in them."""
     names = generator_names(generators)
     makes: dict[str, Makes] = {n: {n: (IdleGenerator, (args.tokens,))} for n in names}
-    groups = {n: ServiceGroup(n, partial(launched, n, m)) for n, m in makes.items()}
-    groups["reward"] = ServiceGroup(
-        "reward", partial(launched, "reward", {"reward": (IdleScorer, ())})
-    )
+    makes["reward"] = {"reward": (IdleScorer, ())}
+    groups = {n: launched(n, m) for n, m in makes.items()}
     spans = Spans(RealClock())
     schedule = Schedule(
         prompts,
@@ -134,7 +131,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
     return seconds, args.steps * args.rollouts * -(-args.tokens // chunk)
 
 
-def scorer(group: ServiceGroup, spans: Spans) -> ScorerReplica:
+def scorer(group: RankGroup, spans: Spans) -> ScorerReplica:
     """Return the scorer, as the schedule knows it."""
     return ScorerReplica(ScorerClient(IdleScorer.info, GroupExecutor(group, "reward"), spans))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from statistics import median
 
 import torch
@@ -20,13 +19,15 @@ from _handover import Side
 from _shared import parse
 from stretto.types import WeightsRef
 from stretto.weights.transfer import Meeting, open_store
-from stretto.workers.group import GroupExecutor, ServiceGroup
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import GroupExecutor, RankGroup
+from stretto.workers.rank import GroupSpec
+from stretto.workers.services import Makes, RankServices
 
 
-def launched(megabytes: int, bucket_mb: int) -> Ranks:
+def launched(megabytes: int, bucket_mb: int) -> RankGroup:
     """Start a process with one side."""
-    return Ranks(1, services={"side": (Side, (megabytes, bucket_mb))}, threads=1, role="side")
+    makes: Makes = {"side": (Side, (megabytes, bucket_mb))}
+    return RankGroup(GroupSpec(), RankServices, (makes,), name="side").start()
 
 
 def memcpy_s(megabytes: int) -> float:
@@ -41,10 +42,7 @@ def memcpy_s(megabytes: int) -> float:
 
 def measure(followers: int, args: argparse.Namespace) -> tuple[float, float]:
     """Median seconds of a hand-over, and of a plain broadcast, to so many followers."""
-    groups = [
-        ServiceGroup("side", partial(launched, args.megabytes, args.bucket_mb))
-        for _ in range(followers + 1)
-    ]
+    groups = [launched(args.megabytes, args.bucket_mb) for _ in range(followers + 1)]
     learner, *others = (GroupExecutor(group, "side") for group in groups)
     store, port = open_store("127.0.0.1")
     meeting = Meeting("127.0.0.1", port, 120.0)

@@ -14,7 +14,8 @@ import argparse
 
 from _resharding import Rank
 from _shared import parse
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 WAYS = {"reshard": "each sends what the other needs", "gather": "all gather the whole model"}
 
@@ -31,7 +32,7 @@ def main() -> None:
     for count in args.ranks:
         filled = []
         for way, words in WAYS.items():
-            ranks = Ranks(count, Rank, (args.model, args.bucket_mb))
+            ranks = RankGroup(GroupSpec(count), Rank, (args.model, args.bucket_mb)).start()
             found = [ranks.call(getattr(Rank, way)) for _ in range(args.rounds)]
             seconds = min(max(rank[0] for rank in each) for each in found)
             beside = max(rank[2] for each in found for rank in each)

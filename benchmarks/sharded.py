@@ -25,7 +25,8 @@ from _sharded import Side, batch_of
 from _shared import parse
 from stretto.config.algorithm import ALGORITHMS
 from stretto.models.tiny import make_tiny
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 LENGTHS = [(12, 7), (12, 40), (30, 5), (30, 33), (8, 64), (8, 2), (20, 16), (20, 50)]
 """Tokens of prompts and responses."""
@@ -68,7 +69,7 @@ def main() -> None:
         whole: dict[str, Any] = {}
         for layout in ["1x1", *args.layouts]:
             fsdp, tp = map(int, layout.split("x"))
-            ranks = Ranks(fsdp * tp, Side, (folder, tp))
+            ranks = RankGroup(GroupSpec(fsdp * tp), Side, (folder, tp)).start()
             for name in args.algorithms:
                 batch = batch_of(name, LENGTHS, vocabulary)
                 found = ranks.call(Side.learn, settings(name), batch, args.steps, not args.memory)

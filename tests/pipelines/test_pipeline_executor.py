@@ -29,7 +29,8 @@ from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import solve
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 
 def make_batches(shapes: Sequence[Sequence[int]], seed: int) -> list[Batch]:
@@ -63,7 +64,7 @@ def require_close(ours: Tensor, serial: Tensor, most: float = 1e-6) -> None:
     assert far <= most, far.item()
 
 
-def load(ranks: Ranks, layout: StageLayout, actor: Any, critic: Any) -> None:
+def load(ranks: RankGroup, layout: StageLayout, actor: Any, critic: Any) -> None:
     stages: list[tuple[Stage, Stage, StageLayout]] = []
     for rank in range(layout.ranks):
         pair = []
@@ -75,7 +76,7 @@ def load(ranks: Ranks, layout: StageLayout, actor: Any, critic: Any) -> None:
     ranks.call_each(Trainer.load, stages)
 
 
-def require_equal_gradients(ranks: Ranks, layout: StageLayout, expected: Any) -> None:
+def require_equal_gradients(ranks: RankGroup, layout: StageLayout, expected: Any) -> None:
     """Of all ranks, after a step; together they are all of both models'."""
     answers = ranks.call(Trainer.gradients)
     for name, serial in expected.items():
@@ -101,15 +102,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2, Trainer, ())
+def two() -> Iterator[RankGroup]:
+    ranks = RankGroup(GroupSpec(2), Trainer).start()
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4, Trainer, ())
+def four() -> Iterator[RankGroup]:
+    ranks = RankGroup(GroupSpec(4), Trainer).start()
     yield ranks
     ranks.close()
 
@@ -131,7 +132,7 @@ def most_held(word: Sequence[str], pipelines: range) -> int:
 
 
 def require_equal_steps(
-    ranks: Ranks, layout: StageLayout, actor: Any, critic: Any, counts: tuple[int, int]
+    ranks: RankGroup, layout: StageLayout, actor: Any, critic: Any, counts: tuple[int, int]
 ) -> None:
     """Every kind of schedule has the serial gradients, and keeps what its word says."""
     batches = [make_batches([RAGGED[i % 4] for i in range(n)], seed=n) for n in counts]
@@ -158,30 +159,32 @@ def require_equal_steps(
 @pytest.mark.parametrize(
     ("kind", "tied", "layers"), [("llama", True, 3), ("qwen2", False, 4), ("gpt_neox", False, 2)]
 )
-def test_two_stages_have_serial_gradients(two: Ranks, kind: str, tied: bool, layers: int) -> None:
+def test_two_stages_have_serial_gradients(
+    two: RankGroup, kind: str, tied: bool, layers: int
+) -> None:
     actor = language_model(kind, tied=tied, layers=layers)
     require_equal_steps(two, StageLayout(2, 1, 2, 1), actor, critic_of(actor), (4, 4))
 
 
-def test_stages_and_whole_models_have_serial_gradients(two: Ranks) -> None:
+def test_stages_and_whole_models_have_serial_gradients(two: RankGroup) -> None:
     actor = language_model("llama", layers=2)
     require_equal_steps(two, StageLayout(2, 1, 1, 2), actor, critic_of(actor), (3, 4))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_four_stages_have_serial_gradients(four: Ranks, tied: bool) -> None:
+def test_four_stages_have_serial_gradients(four: RankGroup, tied: bool) -> None:
     actor = language_model("llama", tied=tied, layers=5)
     require_equal_steps(four, StageLayout(4, 1, 4, 1), actor, critic_of(actor), (4, 6))
 
 
-def test_four_stages_and_two_pipelines_have_serial_gradients(four: Ranks) -> None:
+def test_four_stages_and_two_pipelines_have_serial_gradients(four: RankGroup) -> None:
     actor = language_model("qwen2", layers=4)
     critic = critic_of(language_model("llama", layers=3))
     require_equal_steps(four, StageLayout(4, 1, 2, 2), actor, critic, (4, 8))
     require_equal_steps(four, StageLayout(2, 2, 4, 1), actor, critic_of(actor), (6, 4))
 
 
-def test_adapters_over_frozen_weights_have_serial_gradients(two: Ranks) -> None:
+def test_adapters_over_frozen_weights_have_serial_gradients(two: RankGroup) -> None:
     """The first stage's ids, and its frozen embeddings, need no gradient."""
     config = ModelConfig(lora_rank=2)
     actor = add_lora(language_model("llama", layers=2), config, "CAUSAL_LM")
@@ -193,7 +196,7 @@ def test_adapters_over_frozen_weights_have_serial_gradients(two: Ranks) -> None:
     require_equal_steps(two, StageLayout(2, 1, 2, 1), actor, critic, (2, 3))
 
 
-def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> None:
+def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("qwen2", layers=2, tied=False)
     critic = critic_of(actor)
@@ -212,7 +215,7 @@ def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> No
     assert (first["actor"][0], second["critic"][0]) == (1, 1)
 
 
-def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> None:
+def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2).to(torch.bfloat16)
     critic = critic_of(actor).to(torch.bfloat16)
@@ -229,11 +232,11 @@ def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> N
             require_close(gradient, expected[key])  # the same operations in the same order
 
 
-def test_what_is_sent_is_kept_until_it_has_left(two: Ranks) -> None:
+def test_what_is_sent_is_kept_until_it_has_left(two: RankGroup) -> None:
     assert two.call(Trainer.post) == [(True, False), (True, False)]
 
 
-def test_gradients_add_up_over_runs(two: Ranks) -> None:
+def test_gradients_add_up_over_runs(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
     use_short_attention(actor)  # which the ranks have not heard of before
@@ -249,7 +252,7 @@ def test_gradients_add_up_over_runs(two: Ranks) -> None:
     require_equal_gradients(two, layout, expected)
 
 
-def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
+def test_transfers_may_be_ordered_by_other_latencies(two: RankGroup) -> None:
     """A critic that is much slower: its forwards, made early, are asked for late."""
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
@@ -270,7 +273,7 @@ def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
     require_equal_gradients(two, layout, expected)
 
 
-def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
+def test_a_measured_run_becomes_a_problem(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=4)
     load(two, layout, actor, critic_of(language_model("llama", layers=2)))

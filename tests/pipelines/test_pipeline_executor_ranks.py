@@ -28,14 +28,16 @@ from stretto.errors import LearnerError, RankError
 from stretto.pipelines.executor.stages import StageLayout, cut
 from stretto.workers.connection import RankConnection
 from stretto.workers.forkserver import NAME
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 LIMIT_S = 10.0
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2, Misbehaving, ("hello",), threads=3, words={Misbehaving.hang: "a long wait"})
+def ranks() -> Iterator[RankGroup]:
+    words = {Misbehaving.hang: "a long wait"}
+    ranks = RankGroup(GroupSpec(2, threads=3), Misbehaving, ("hello",), words=words).start()
     yield ranks
     ranks.close()
 
@@ -45,7 +47,7 @@ def require_none_left() -> None:
         assert child.name() != NAME or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_calls_answer_by_rank(ranks: Ranks) -> None:
+def test_calls_answer_by_rank(ranks: RankGroup) -> None:
     assert ranks.call(Misbehaving.greet, "you") == ["hello you, from 0", "hello you, from 1"]
     assert ranks.call_each(Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
     assert ranks.call(Misbehaving.threads) == [3, 3]
@@ -69,7 +71,7 @@ def test_calls_answer_by_rank(ranks: Ranks) -> None:
         ("kill", "rank 1 of 2 was killed by SIGKILL (by hand, or for want of memory) in the mi"),
     ],
 )
-def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str) -> None:
+def test_a_failure_ends_all_and_has_its_cause(ranks: RankGroup, how: str, said: str) -> None:
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.fail, how, 1)
@@ -84,14 +86,14 @@ def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str)
     require_none_left()
 
 
-def test_a_death_after_an_error_does_not_hide_it(ranks: Ranks) -> None:
+def test_a_death_after_an_error_does_not_hide_it(ranks: RankGroup) -> None:
     cause = "rank 0 had raised: ValueError: the true cause (pipeline_misbehaving.py"
     with raises(RankError, "rank-died", "rank 1 of 2", "SIGABRT", "'both'", cause) as caught:
         ranks.call(Misbehaving.both)
     assert caught.value.__notes__[0].startswith("On rank 0:\nTraceback")
 
 
-def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: Ranks) -> None:
+def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: RankGroup) -> None:
     told: list[RankError] = []
     there = threading.Event()
     ranks.watch(lambda error: (told.append(error), there.set())[0])
@@ -112,7 +114,7 @@ def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: Ranks)
     assert told == [caught.value] * 2
 
 
-def test_an_end_that_was_asked_for_is_not_told(ranks: Ranks) -> None:
+def test_an_end_that_was_asked_for_is_not_told(ranks: RankGroup) -> None:
     told: list[RankError] = []
     ranks.watch(told.append)
     ranks.close()
@@ -122,15 +124,15 @@ def test_an_end_that_was_asked_for_is_not_told(ranks: Ranks) -> None:
     assert not told
 
 
-def test_arguments_are_packed_one_by_one(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_packed_one_by_one(ranks: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    step = RankConnection.step
+    send = RankConnection.send
 
     def sent(connection: RankConnection, message: memoryview) -> Any:
         done.append("sent")
-        return step(connection, message)
+        return send(connection, message)
 
-    monkeypatch.setattr(RankConnection, "step", sent)
+    monkeypatch.setattr(RankConnection, "send", sent)
 
     class Packed:
         def __reduce__(self) -> Any:
@@ -141,7 +143,7 @@ def test_arguments_are_packed_one_by_one(ranks: Ranks, monkeypatch: pytest.Monke
     assert done == ["packed", "sent"] * 2
 
 
-def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: Ranks) -> None:
+def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: RankGroup) -> None:
     with pytest.raises(pickle.PicklingError, match=r"local object .*<lambda>"):
         ranks.call_each(Misbehaving.take, [(1,), (lambda: 0,)])
     with raises(RankError, "ranks-ended"):
@@ -149,14 +151,14 @@ def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: Ranks) -> None
     require_none_left()
 
 
-def test_the_first_to_fail_is_named_even_if_another_is_heard_before(ranks: Ranks) -> None:
+def test_the_first_to_fail_is_named_even_if_another_is_heard_before(ranks: RankGroup) -> None:
     with raises(RankError, "rank-failed", "rank 1 of 2", "'late': SlowError: early on rank 1"):
         ranks.call(Misbehaving.late)
 
 
 def test_a_rank_that_cannot_start_is_named() -> None:
     with raises(RankError, "rank-failed", "of 2", "TypeError: Misbehaving"):
-        Ranks(2, Misbehaving, ())
+        RankGroup(GroupSpec(2), Misbehaving).start()
     require_none_left()
 
 
@@ -164,7 +166,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
     critic = critic_of(actor)
-    ranks = Ranks(2, Trainer, ())
+    ranks = RankGroup(GroupSpec(2), Trainer).start()
     ranks.call_each(
         Trainer.load,
         [(cut(actor, 2, rank), cut(critic, 2, 1 - rank), layout) for rank in range(2)],
@@ -180,7 +182,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
     require_none_left()
 
 
-def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
+def test_close_ends_ranks_at_work(ranks: RankGroup) -> None:
     timer = threading.Timer(0.5, ranks.close)
     timer.start()
     with raises(RankError, "ranks-ended"):
@@ -192,8 +194,9 @@ def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
 SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
 from pipeline_misbehaving import Misbehaving
-from stretto.workers.ranks import Ranks
-ranks = Ranks(2, Misbehaving, ("hello",))
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
+ranks = RankGroup(GroupSpec(2), Misbehaving, ("hello",)).start()
 print(*ranks.call(Misbehaving.pid), flush=True)
 ranks.call(Misbehaving.hang)
 """

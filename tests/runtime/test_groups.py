@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBat
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.connection import NotConnectedError
 from stretto.workers.forkserver import NAME, ForkedProcesses
-from stretto.workers.rank import RankSpec
-from stretto.workers.ranks import Launched
+from stretto.workers.group import Launched
+from stretto.workers.rank import GroupSpec
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "weight_sync/", "memory/")
@@ -469,8 +469,8 @@ def test_a_process_that_dies_while_the_run_starts_is_started_again(
 ) -> None:
     launch, killed, said = Launcher.launch, list[int](), list[str]()
 
-    def once(self: Launcher, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
-        launched = launch(self, process, specs)
+    def once(self: Launcher, process: ProcessPlacement, spec: GroupSpec) -> Launched:
+        launched = launch(self, process, spec)
         if process.name == name and not killed and isinstance(launched, ForkedProcesses):
             killed.append(launched.processes[0].pid)
             os.kill(killed[0], signal.SIGKILL)

@@ -30,8 +30,8 @@ def test_a_process_that_does_not_answer_holds_no_step_up(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", looked)
     groups: Any = [
-        SimpleNamespace(name="learner", ranks=SimpleNamespace(used_bytes=used_bytes)),
-        SimpleNamespace(name="gone", ranks=SimpleNamespace(used_bytes=lambda: [{}])),
+        SimpleNamespace(name="learner", used_bytes=used_bytes),
+        SimpleNamespace(name="gone", used_bytes=lambda: [{}]),
     ]
     clock = ManualClock()
     watch = MemoryWatch(groups, clock)

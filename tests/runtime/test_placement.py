@@ -327,7 +327,7 @@ def test_ranks_that_are_placed_on_a_gpu_share_its_bundle_on_ray(
     monkeypatch.setattr("stretto.workers.ray_cluster.RayCluster", cluster)
     monkeypatch.setattr(
         "stretto.workers.ray_cluster.ActorProcesses",
-        lambda specs, cluster, places, share, python: launched.append((places, share)),
+        lambda spec, cluster, places, share, python: launched.append((places, share)),
     )
     processes = [{"roles": ["learner"], "fsdp": 4, "threads": 4}]
     processes += [{"roles": [f"generator {i}"], "device": "cuda"} for i in range(4)]

@@ -20,7 +20,7 @@ from stretto.errors import RankError
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.runtime import learner_service as learners
-from stretto.runtime import process_messages, processes, role_services
+from stretto.runtime import process_messages, role_services
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import places
 from stretto.runtime.process_messages import ADAPTED, RoleSetup
@@ -34,15 +34,11 @@ def workers_of(gpus: int, **settings: Any) -> ProcessWorkers:
     workers = object.__new__(ProcessWorkers)
     workers._config = Config.model_validate({"runtime": "local", **settings})
     workers._processes = places(workers._config, 8, gpus)
-    workers._overrides, workers._looking = NO_OVERRIDES, Lock()
-    workers._starting, workers._given_up, workers._say = [], False, print
-    workers._stack = SimpleNamespace(callback=lambda _: None)  # type: ignore[assignment]
+    workers._overrides = NO_OVERRIDES
     return workers
 
 
-def opened(
-    workers: ProcessWorkers, monkeypatch: pytest.MonkeyPatch, fails: str = ""
-) -> list[tuple[str, str]]:
+def opened(workers: ProcessWorkers, fails: str = "") -> list[tuple[str, str]]:
     """Open all; return how each began and ended, in order. Each ends when none can begin."""
     log, lock = list[tuple[str, str]](), Lock()
     names = {process.name for process in workers._processes}
@@ -50,7 +46,11 @@ def opened(
     others_began = threading.Event()
 
     class Group:
-        def __init__(self, name: str, *_: Any, **__: Any) -> None:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def start(self, *_: Any, **__: Any) -> None:
+            name = self.name
             with lock:
                 log.append(("begins", name))
                 if names - looks <= {began for event, began in log if event == "begins"}:
@@ -60,14 +60,12 @@ def opened(
                 raise RankError("no", code="failed")
             with lock:
                 log.append(("is open", name))
-            self.name = name
 
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(processes, "ServiceGroup", Group)
-    found: Any = workers._open_all()
-    assert [group.name for group in found] == [process.name for process in workers._processes]
+    workers.groups = [Group(process.name) for process in workers._processes]  # type: ignore[misc]
+    workers._start_all()
     return log
 
 
@@ -75,12 +73,12 @@ ENGINES = {"engine": "vllm", "engines": 4}
 SHARED: dict[str, Any] = {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}}
 
 
-def test_vllm_starts_last_and_alone_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_starts_last_and_alone_on_its_gpu() -> None:
     """Four engines on the two GPUs of the learner, of which the scorers have one each."""
     workers = workers_of(2, rollout=ENGINES, **SHARED)
     on = {process.name: set(process.devices) for process in workers._processes}
     assert [on[f"generator {i}"] for i in range(4)] == [{"cuda:0"}, {"cuda:1"}] * 2
-    log = opened(workers, monkeypatch)
+    log = opened(workers)
     looks = {f"generator {i}" for i in range(4)}
     assert len(log) == 2 * len(on)
     for name in looks:
@@ -90,7 +88,7 @@ def test_vllm_starts_last_and_alone_on_its_gpu(monkeypatch: pytest.MonkeyPatch) 
         assert all(("is open", other) in before for other in begun)
 
 
-def test_engines_that_share_no_gpu_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_share_no_gpu_start_side_by_side() -> None:
     """So does Stretto's own engine, which looks for no memory, wherever it is."""
     for rollout in ({"engine": "torch", "engines": 4}, {"engine": "vllm"}):
         workers = workers_of(2, rollout=rollout, model={"device": "cpu"}, **SHARED)
@@ -106,7 +104,7 @@ def test_engines_that_share_no_gpu_start_side_by_side(monkeypatch: pytest.Monkey
 def test_an_engine_does_not_start_beside_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = workers_of(2, rollout=ENGINES, **SHARED)
     with raises(RankError, "failed"):
-        opened(workers, monkeypatch, fails="learner")
+        opened(workers, fails="learner")
 
 
 def test_who_shares_gpus_is_told_so() -> None:

@@ -38,7 +38,8 @@ from stretto.training.learner import PolicyLearner
 from stretto.training.pipelined import Planner
 from stretto.training.trained import LearningRate
 from stretto.workers.forkserver import NAME
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 SHAPES = [(3, 7), (20, 5), (5, 1), (2, 9), (8, 6), (3, 4), (4, 12), (2, 3)]
 """Prompt and response lengths of a batch."""
@@ -96,15 +97,18 @@ class Host:
 class LentRanks:
     """Two ranks that several tests use in turn, as they take seconds to start."""
 
-    hosts: Ranks | None = None
+    hosts: RankGroup | None = None
 
     def __init__(
-        self, size: int, make: Callable[..., Any], arguments: tuple[Any, ...], **_: Any
+        self, spec: GroupSpec, make: Callable[..., Any], arguments: tuple[Any, ...], **_: Any
     ) -> None:
-        assert size == 2
+        assert spec.size == 2
+        self._make = make, arguments
+
+    def start(self) -> None:
         if LentRanks.hosts is None:
-            LentRanks.hosts = Ranks(2, Host, ())
-        LentRanks.hosts.call(Host.make, make, arguments)
+            LentRanks.hosts = RankGroup(GroupSpec(2), Host).start()
+        LentRanks.hosts.call(Host.make, *self._make)
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self.call_each(method, [args, args])
@@ -135,7 +139,7 @@ def ranks_are_ended() -> Iterator[None]:
 
 @pytest.fixture
 def lent_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelined, "Ranks", LentRanks)
+    monkeypatch.setattr(pipelined, "RankGroup", LentRanks)
 
 
 @contextmanager
@@ -610,7 +614,7 @@ def test_more_stages_than_layers_are_refused_before_a_rank_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(pipelined, "Ranks", lambda *args, **_: started.append(args))
+    monkeypatch.setattr(pipelined, "RankGroup", lambda *args, **_: started.append(args))
     actor, critic = models()
     with (
         raises(ModelError, "too-few-layers", "pipeline.actor_stages = 4", "LlamaModel has 2"),

@@ -24,7 +24,8 @@ from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.shard_files import in_memory
 from stretto.types import TrainBatch
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 ROUNDING = {"val/clipfrac_avg"}
 """Not compared: counts values whose clipped error is larger, be it by a rounding error."""
@@ -36,32 +37,32 @@ makes more of differences in the smallest gradients."""
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2, ShardedRank, ())
+def two() -> Iterator[RankGroup]:
+    ranks = RankGroup(GroupSpec(2), ShardedRank).start()
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
+def three() -> Iterator[RankGroup]:
     """More than divides the rows of most weights, and than the layers there are."""
-    ranks = Ranks(3, ShardedRank, ())
+    ranks = RankGroup(GroupSpec(3), ShardedRank).start()
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def sliced() -> Iterator[Ranks]:
+def sliced() -> Iterator[RankGroup]:
     """Two slices of each linear layer."""
-    ranks = Ranks(2, ShardedRank, (2,))
+    ranks = RankGroup(GroupSpec(2), ShardedRank, (2,)).start()
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[Ranks]:
+def both() -> Iterator[RankGroup]:
     """Two slices, each in two shards."""
-    ranks = Ranks(4, ShardedRank, (2,))
+    ranks = RankGroup(GroupSpec(4), ShardedRank, (2,)).start()
     yield ranks
     ranks.close()
 
@@ -73,7 +74,7 @@ def whole_learner(kind: str, given: Mapping[str, Any]) -> PolicyLearner:
 
 
 def assert_same_learning(
-    ranks: Ranks,
+    ranks: RankGroup,
     kind: str,
     given: Mapping[str, Any],
     batches: Sequence[TrainBatch],
@@ -129,7 +130,7 @@ def test_every_algorithm_learns_the_same_of_episodes(
     assert_same_learning(ranks, "plain", given, [batch] * 2)
 
 
-def test_ranks_learn_the_same_of_episodes_in_several_updates(two: Ranks) -> None:
+def test_ranks_learn_the_same_of_episodes_in_several_updates(two: RankGroup) -> None:
     """Ratios to the policy before the step, of which ranks share out the passes."""
     algorithm = {"name": "ppo", "old_policy": "proximal", "correction": "truncate"}
     given = algorithm_settings(algorithm, training={"microbatch_tokens": 60, "minibatches": 2})
@@ -143,7 +144,7 @@ def test_gradients_are_those_of_one_process(
     kind: str, layout: str, request: pytest.FixtureRequest
 ) -> None:
     """Relative to each weight's largest."""
-    ranks: Ranks = request.getfixturevalue(layout)
+    ranks: RankGroup = request.getfixturevalue(layout)
     given = algorithm_settings({"name": "grpo"}, training={"microbatch_tokens": 60})
     (batch,) = batches_of(given, 1)
     ranks.call(ShardedRank.make, kind, given)
@@ -181,12 +182,12 @@ def test_every_kind_of_model_learns_the_same(
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora", "checkpointing"])
-def test_gradients_reduced_once_a_mini_batch_are_the_same(kind: str, two: Ranks) -> None:
+def test_gradients_reduced_once_a_mini_batch_are_the_same(kind: str, two: RankGroup) -> None:
     given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 40})
     assert_same_learning(two, kind, given, batches_of(given), spare=[10**9] * 2)
 
 
-def test_gradients_are_reduced_once_where_all_ranks_have_room(two: Ranks) -> None:
+def test_gradients_are_reduced_once_where_all_ranks_have_room(two: RankGroup) -> None:
     """From the second update on, when the peak is known: three groups of weights, by pass."""
     given = algorithm_settings({"name": "grpo"}, training={"microbatch_tokens": 40})
     batches = batches_of(given)
@@ -203,14 +204,14 @@ def test_gradients_are_reduced_once_where_all_ranks_have_room(two: Ranks) -> Non
     assert once == [groups * passes, groups, groups]
 
 
-def test_a_rank_without_a_response_takes_part(three: Ranks) -> None:
+def test_a_rank_without_a_response_takes_part(three: RankGroup) -> None:
     given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 1000})
     actor, _ = models("plain")
     batch = make_batch(actor, given["algorithm"])
     assert_same_learning(three, "plain", given, [train_batch(batch[:2]), train_batch(batch[:1])])
 
 
-def test_passes_are_shared_out_by_tokens(two: Ranks) -> None:
+def test_passes_are_shared_out_by_tokens(two: RankGroup) -> None:
     """Responses of 20, 10, 9 and 8 tokens, each a micro-batch: 28 tokens for one rank, 19 else."""
     given = algorithm_settings({"name": "rloo"}, training={"microbatch_tokens": 1})
     given["rollout"] = {"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 16}
@@ -225,7 +226,7 @@ def test_passes_are_shared_out_by_tokens(two: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "bfloat16 lora"])
-def test_bfloat16_models_have_float32_shards(kind: str, two: Ranks, tmp_path: Path) -> None:
+def test_bfloat16_models_have_float32_shards(kind: str, two: RankGroup, tmp_path: Path) -> None:
     """Passes round as those of one process, gradients of all ranks are summed in float32."""
     each_alone = {"microbatch_tokens": 1}  # so that passes have the same shapes
     given = algorithm_settings({"name": "ppo"}, training=each_alone)
@@ -239,7 +240,7 @@ def test_bfloat16_models_have_float32_shards(kind: str, two: Ranks, tmp_path: Pa
     assert all(weights["actor"][n].equal(t.to(own)) for n, t in masters.items())
 
 
-def test_each_rank_holds_its_part_alone(two: Ranks) -> None:
+def test_each_rank_holds_its_part_alone(two: RankGroup) -> None:
     given = algorithm_settings({"name": "rloo"})
     two.call(ShardedRank.make, "plain", given)
     whole = models("plain")[0].parameters()
@@ -257,7 +258,7 @@ def test_weights_that_are_not_divided_stay_the_same_on_all_slices(
     """Of ranks 0 and 1, which have the same rows of two slices."""
     given = algorithm_settings({"name": "rloo"})
     (batch,) = batches_of(given, 1)
-    ranks: Ranks = request.getfixturevalue(layout)
+    ranks: RankGroup = request.getfixturevalue(layout)
     for apart in (0.0, 2.0**-12):
         ranks.call(ShardedRank.make, "plain", given)
         (first, _), (second, said), *_ = ranks.call(ShardedRank.train_apart, batch, apart)
@@ -266,7 +267,7 @@ def test_weights_that_are_not_divided_stay_the_same_on_all_slices(
         assert len(said) == (1 if apart else 0)
 
 
-def test_logprobs_are_those_of_the_whole_model(two: Ranks, three: Ranks) -> None:
+def test_logprobs_are_those_of_the_whole_model(two: RankGroup, three: RankGroup) -> None:
     given = algorithm_settings({"name": "rloo"})
     actor, critic = models("plain")
     rollouts = make_rollouts(actor, critic, [(n, 4) for n, _ in SHAPES])
@@ -293,7 +294,7 @@ def test_a_run_goes_on_with_other_ranks(
     path.mkdir()
     shard_files.write(path / shard_files.file_name(), shard_files.packed(whole.state_dict()))
     for layout in ("two", "both", "three", "sliced"):
-        ranks: Ranks = request.getfixturevalue(layout)
+        ranks: RankGroup = request.getfixturevalue(layout)
         ranks.call(ShardedRank.make, kind, given)
         ranks.call(ShardedRank.load, path)
         ranks.call(ShardedRank.train, [batch])
@@ -320,7 +321,7 @@ def test_each_ranks_file_has_its_pieces_alone(
     one = tmp_path / "one"
     one.mkdir()
     shard_files.write(one / shard_files.file_name(), shard_files.packed(whole.state_dict()))
-    ranks: Ranks = request.getfixturevalue(layout)
+    ranks: RankGroup = request.getfixturevalue(layout)
     ranks.call(ShardedRank.make, kind, given)
     ranks.call(ShardedRank.load, one)
     ranks.call(ShardedRank.write, tmp_path)
@@ -345,7 +346,7 @@ def test_published_weights_are_written_in_pieces_and_read_by_other_ranks(
 ) -> None:
     """Each element is in one file; one process may read them, too."""
     given = algorithm_settings({"name": "rloo"})
-    ranks: Ranks = request.getfixturevalue(writing)
+    ranks: RankGroup = request.getfixturevalue(writing)
     ranks.call(ShardedRank.make, kind, given)
     (batch,) = batches_of(given, 1)
     ranks.call(ShardedRank.train, [batch])
@@ -363,14 +364,14 @@ def test_published_weights_are_written_in_pieces_and_read_by_other_ranks(
     found = actor.from_pieces(shard_files.read(tmp_path)["published"]["actor", 3])
     assert found.keys() == weights.keys()
     assert all(t.equal(weights[name]) for name, t in found.items())
-    others: Ranks = request.getfixturevalue(reading)
+    others: RankGroup = request.getfixturevalue(reading)
     others.call(ShardedRank.make, kind, given)
     others.call(ShardedRank.load, tmp_path)
     assert all(others.call(ShardedRank.holds, tmp_path, 3))
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
-def test_the_model_is_saved_whole(kind: str, two: Ranks, tmp_path: Path) -> None:
+def test_the_model_is_saved_whole(kind: str, two: RankGroup, tmp_path: Path) -> None:
     given = algorithm_settings({"name": "rloo"})
     two.call(ShardedRank.make, kind, given)
     (batch,) = batches_of(given, 1)
@@ -385,7 +386,7 @@ def test_the_model_is_saved_whole(kind: str, two: Ranks, tmp_path: Path) -> None
     assert (tmp_path / "model" / "adapter").exists() == (kind == "lora")
 
 
-def test_the_model_can_be_saved_in_the_middle_of_a_pass(three: Ranks, tmp_path: Path) -> None:
+def test_the_model_can_be_saved_in_the_middle_of_a_pass(three: RankGroup, tmp_path: Path) -> None:
     """As on Ctrl-C: layers are whole on some ranks then, and the weights are those before it."""
     given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 1})
     three.call(ShardedRank.make, "plain", given)
@@ -400,7 +401,7 @@ def test_the_model_can_be_saved_in_the_middle_of_a_pass(three: Ranks, tmp_path: 
         assert all(before["actor"][name].equal(p) for name, p in saved.named_parameters())
 
 
-def test_an_update_begins_on_all_ranks_or_on_none(two: Ranks) -> None:
+def test_an_update_begins_on_all_ranks_or_on_none(two: RankGroup) -> None:
     """As when the end of a run reaches one of them sooner."""
     given = algorithm_settings({"name": "rloo"})
     two.call(ShardedRank.make, "plain", given)
@@ -411,7 +412,7 @@ def test_an_update_begins_on_all_ranks_or_on_none(two: Ranks) -> None:
     assert [own for _, own in two.call(ShardedRank.weights)] == [marks, marks]
 
 
-def test_all_ranks_refuse_an_infinite_gradient_and_keep_their_weights(two: Ranks) -> None:
+def test_all_ranks_refuse_an_infinite_gradient_and_keep_their_weights(two: RankGroup) -> None:
     given = algorithm_settings({"name": "rloo"}, training={"lr": 1e-3})
     two.call(ShardedRank.make, "plain", given)
     (_, marks), _ = two.call(ShardedRank.weights)

@@ -14,7 +14,8 @@ from run_helpers import settings
 from stretto.config import ClusterConfig
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 SMALL = 20_000
 """Bytes of buffers, names' hashes and the like; the models below have 100 times as much."""
@@ -46,16 +47,16 @@ def large(*, tied: bool) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2, MappedRank, ())
+def two() -> Iterator[RankGroup]:
+    ranks = RankGroup(GroupSpec(2), MappedRank).start()
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[Ranks]:
+def both() -> Iterator[RankGroup]:
     """Two slices, each in two shards."""
-    ranks = Ranks(4, MappedRank, (2,))
+    ranks = RankGroup(GroupSpec(4), MappedRank, (2,)).start()
     yield ranks
     ranks.close()
 
@@ -84,7 +85,7 @@ def test_shards_are_those_of_the_whole_and_all_that_is_held(
     request: pytest.FixtureRequest,
 ) -> None:
     """Shards of a model in the files' type and in another; but for one tensor, while it is cut."""
-    ranks: Ranks = request.getfixturevalue(layout)
+    ranks: RankGroup = request.getfixturevalue(layout)
     whole = load(folders[name], dtype, kind, in_files=False)
     largest = 4 * max(p.numel() for p in whole.parameters())
     for mark, own, held, most in ranks.call(MappedRank.shards, folders[name], dtype, kind):
@@ -97,7 +98,7 @@ def test_shards_are_those_of_the_whole_and_all_that_is_held(
     ("name", "dtype", "kind"), [("tied", BF16, "actor"), ("untied", BF16, "lora")]
 )
 def test_slices_are_those_of_the_whole_and_all_that_is_held(
-    two: Ranks, name: str, dtype: torch.dtype, kind: str, folders: dict[str, Path]
+    two: RankGroup, name: str, dtype: torch.dtype, kind: str, folders: dict[str, Path]
 ) -> None:
     whole = load(folders[name], dtype, kind, in_files=False)
     two.call(
@@ -109,7 +110,7 @@ def test_slices_are_those_of_the_whole_and_all_that_is_held(
 
 
 def test_adapters_beside_weights_of_another_type_are_those_of_a_whole_load(
-    two: Ranks, folders: dict[str, Path]
+    two: RankGroup, folders: dict[str, Path]
 ) -> None:
     """The weights beside them leave their files before they are divided."""
     whole = load(folders["tied"], BF16, "lora", in_files=False)
@@ -121,7 +122,7 @@ def test_adapters_beside_weights_of_another_type_are_those_of_a_whole_load(
 @pytest.mark.parametrize("role", ["learner", "generator", "reference", "critic"])
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_services_hold_nothing_before_they_divide(
-    two: Ranks, name: str, role: str, folders: dict[str, Path]
+    two: RankGroup, name: str, role: str, folders: dict[str, Path]
 ) -> None:
     """The learner too has actor, critic and reference then."""
     ranks = {"fsdp": 2} if role == "learner" else {"tp": 2}

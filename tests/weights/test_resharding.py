@@ -10,7 +10,8 @@ import torch
 from resharding_workers import WHOLES, Resharder, tensors
 from stretto.models.shards import FullParameter, ShardLayout, index
 from stretto.weights.resharding import transfers
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 FLOAT = torch.float32
 
@@ -21,7 +22,7 @@ FLOAT = torch.float32
 )
 def test_slices_are_bit_for_bit_those_of_the_whole(shards: ShardLayout, bucket_bytes: int) -> None:
     slices, version = ShardLayout(tp=shards.ranks), 3
-    ranks = Ranks(shards.ranks, Resharder, (shards, slices, bucket_bytes))
+    ranks = RankGroup(GroupSpec(shards.ranks), Resharder, (shards, slices, bucket_bytes)).start()
     try:
         got = ranks.call(Resharder.load, version)
     finally:
@@ -43,7 +44,7 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
     assert (one.name, one.box, one.size) == ("columns", ((0, 2), (1, 2)), 8)
     (other,) = transfers(wholes, shards, slices, 1, 0)
     assert (other.name, other.box, other.size) == ("columns", ((2, 4), (0, 1)), 8)
-    ranks = Ranks(2, Resharder, (shards, slices, 100, wholes))
+    ranks = RankGroup(GroupSpec(2), Resharder, (shards, slices, 100, wholes)).start()
     try:
         assert [moved for _, moved in ranks.call(Resharder.load, 0)] == [16, 16]
     finally:

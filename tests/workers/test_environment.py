@@ -15,7 +15,7 @@ import torch
 
 from raising import raises
 from stretto.errors import ConfigError
-from stretto.workers.rank import Rank, RankSpec
+from stretto.workers.rank import GroupSpec, Rank
 from stretto.workers.ray_cluster import (
     ActorProcesses,
     Bundle,
@@ -79,7 +79,7 @@ def test_secrets_do_not_go_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     passed, threads, served = list[Any](), list[threading.Thread](), list[dict[str, str]]()
 
     class Serving:
-        def __init__(self, spec: RankSpec, connection: Any) -> None:
+        def __init__(self, spec: GroupSpec, rank: int, connection: Any) -> None:
             assert connection._key
 
         def serve(self) -> None:
@@ -116,7 +116,7 @@ def test_secrets_do_not_go_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.say = lambda _: None
     cluster.alone, cluster.host, cluster.bundles = True, "127.0.0.1", (Bundle(),)
     monkeypatch.setattr(RayCluster, "scheduling", lambda *_: None)
-    processes = ActorProcesses([RankSpec(0, 1, timeout_s=10.0)], cluster)
+    processes = ActorProcesses(GroupSpec(timeout_s=10.0), cluster)
     for name in cluster.secrets:
         monkeypatch.delenv(name)
     (connection,) = processes.connect(10.0)
@@ -168,9 +168,9 @@ def test_a_call_aside_works_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr("stretto.workers.rank.DriverConnection", lambda *_: None)
     for device in ("cpu", "cuda:3"):
-        rank = Rank(RankSpec(1, 2, device=device), None)  # type: ignore[arg-type]
-        rank.make_services({"one": (lambda: SimpleNamespace(own=lambda: 1), ())})
+        rank = Rank(GroupSpec(2, devices=["cpu", device]), 1, None)  # type: ignore[arg-type]
+        rank.make(lambda index: SimpleNamespace(own=lambda: index), ())
         with ThreadPoolExecutor(1, thread_name_prefix="aside") as pool:
-            assert pool.submit(rank.aside, "one", "own", ()).result() == 1
+            assert pool.submit(rank.call, "own", ()).result() == 1
             assert pool.submit(rank.used_bytes).result()[""] > 0
     assert used == [("cuda:3", "aside_0")]

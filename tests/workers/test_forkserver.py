@@ -16,7 +16,8 @@ import pytest
 from raising import raises
 from stretto.errors import RankError
 from stretto.workers.forkserver import NAME, SERVER, UNKNOWN, ForkedProcesses, ForkServer
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 
 class Looking:
@@ -37,7 +38,7 @@ def test_children_have_this_process_s_surroundings_as_they_are_now(
     SERVER.start()
     monkeypatch.setenv("STRETTO_TEST", "set after the server's start")
     monkeypatch.chdir(tmp_path)
-    ranks = Ranks(2, Looking, ())
+    ranks = RankGroup(GroupSpec(2), Looking).start()
     try:
         seen = ranks.call(Looking.look)
         assert len({pid for pid, *_ in seen}) == 2
@@ -49,7 +50,7 @@ def test_children_have_this_process_s_surroundings_as_they_are_now(
 
 
 def test_exit_codes_are_told_and_told_again() -> None:
-    ranks = Ranks(1, Looking, ())
+    ranks = RankGroup(GroupSpec(1), Looking).start()
     launched = ranks._launched
     assert isinstance(launched, ForkedProcesses)
     (process,) = launched.processes
@@ -67,7 +68,7 @@ def test_exit_codes_are_told_and_told_again() -> None:
 def test_a_server_that_died_is_replaced_and_its_children_live_on() -> None:
     server = ForkServer(preloaded=())
     server.start()
-    ranks = Ranks(1, Looking, ())  # of the common server
+    ranks = RankGroup(GroupSpec(1), Looking).start()  # of the common server
     first = server._process
     assert first is not None
     first.kill()

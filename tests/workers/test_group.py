@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import repeat
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -27,12 +25,13 @@ from stretto.errors import ConfigError, EngineError, RankError, RoleLostError, S
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.types import Decoded, Reply, Work
-from stretto.workers import ranks as ranks_module
+from stretto.workers import group as group_module
 from stretto.workers import services as services_module
-from stretto.workers.group import GroupExecutor, ServiceGroup, ahead, deadline_s
-from stretto.workers.rank import Facts, Rank, check, interface_of
-from stretto.workers.ranks import Ranks, step
-from stretto.workers.services import Makes, Remote, Service, remote_of
+from stretto.workers.group import GroupExecutor, RankGroup, ahead, deadline_s
+from stretto.workers.rank import Facts, GroupSpec, check, interface_of
+from stretto.workers.services import Makes, RankServices, Remote, Service, remote_of
+
+ONE = GroupSpec()
 
 
 class Counter(Service):
@@ -108,20 +107,20 @@ class Counter(Service):
         return Reply(os.getpid())
 
 
-def launch(makes: Makes, **options: Any) -> Ranks:
-    return Ranks(1, services=makes, role="counter", **options)
+def group_of(makes: Makes, spec: GroupSpec = ONE, **options: Any) -> RankGroup:
+    return RankGroup(spec, RankServices, (makes,), name="counter", **options)
 
 
 @pytest.fixture
-def group() -> Iterator[ServiceGroup]:
+def group() -> Iterator[RankGroup]:
     makes: Makes = {"two": (Counter, (2,)), "three": (Counter, (3,))}
-    group = ServiceGroup("counter", partial(launch, makes))
+    group = group_of(makes).start()
     yield group
     group.close()
 
 
 def test_services_of_one_process_answer_by_this_clock_and_survive_errors(
-    group: ServiceGroup,
+    group: RankGroup,
 ) -> None:
     two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
 
@@ -140,7 +139,7 @@ def test_services_of_one_process_answer_by_this_clock_and_survive_errors(
     asyncio.run(body())
 
 
-def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: ServiceGroup) -> None:
+def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: RankGroup) -> None:
     two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
 
     async def body() -> None:
@@ -162,7 +161,7 @@ def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: Servic
     asyncio.run(body())
 
 
-def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: ServiceGroup) -> None:
+def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: RankGroup) -> None:
     two = GroupExecutor(group, "two")
 
     async def body() -> None:
@@ -185,7 +184,7 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
     assert remote_of(LearnerService.train).size(SimpleNamespace(total_tokens=0)) == 1
     monkeypatch.setattr("stretto.workers.group.QUICK_S", 0.5)
     said: list[str] = []
-    group = ServiceGroup("counter", partial(launch, {"two": (Counter, (2,))}, say=said.append))
+    group = group_of({"two": (Counter, (2,))}, say=said.append).start()
     try:
         executor = GroupExecutor(group, "two")
         executor.aside_on_all(Counter.release, timeout_s=60.0)
@@ -197,22 +196,22 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
             executor.ask(Counter.hold)
     finally:
         group.close()
-    assert said == ["the process of the counter: 'call' has taken 0.25 s; it may 0.5 s"]
+    assert said == ["counter: the process of the counter: 'answer' has taken 0.25 s; it may 0.5 s"]
 
 
-def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
+def test_a_process_at_work_answers_on_the_side(group: RankGroup) -> None:
     two = GroupExecutor(group, "two")
     worker = threading.Thread(target=lambda: two.ask(Counter.hold))
     worker.start()
     assert two.aside_on_all(Counter.holding, timeout_s=60.0) == [True]
     assert two.aside_on_all(Counter.count, timeout_s=5.0) == [Reply(0)]
-    assert "self.released.wait(60)" in group.ranks.stacks()
-    assert group.ranks.used_bytes()[0][""] > 10 << 20
+    assert "self.released.wait(60)" in group.stacks()
+    assert group.used_bytes()[0][""] > 10 << 20
     two.aside_on_all(Counter.release, timeout_s=5.0)
     worker.join()
 
 
-def test_a_local_process_listens_on_the_loopback_alone(group: ServiceGroup) -> None:
+def test_a_local_process_listens_on_the_loopback_alone(group: RankGroup) -> None:
     """So do the groups of gloo and NCCL: both read the interface from the environment."""
     pid = GroupExecutor(group, "two").ask(Counter.pid).value
     open_ = [c for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
@@ -242,15 +241,15 @@ class Slice(Service):
 
 
 @pytest.fixture
-def slices() -> Iterator[ServiceGroup]:
+def slices() -> Iterator[RankGroup]:
     makes: Makes = {"slice": (Slice, (0.2,))}
-    group = ServiceGroup("slices", lambda: Ranks(2, services=makes, role="slices"))
+    group = RankGroup(GroupSpec(2), RankServices, (makes,), name="slices").start()
     yield group
     group.close()
 
 
-def test_what_ranks_return_alike_comes_from_the_first_alone(slices: ServiceGroup) -> None:
-    answers = slices.ranks.run("work", repeat(step(Rank.answer, "slice", "work", ("",))))
+def test_what_ranks_return_alike_comes_from_the_first_alone(slices: RankGroup) -> None:
+    answers = slices.call(RankServices.answer, "slice", "work", ("",))
     assert answers == [Reply([7, 1.5]), Reply(None)]
     with raises(EngineError, "refused"):  # on all: they are in step
         slices.ask("slice", Slice.work, "all refuse")
@@ -266,7 +265,7 @@ def test_what_ranks_return_alike_comes_from_the_first_alone(slices: ServiceGroup
     ],
 )
 def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
-    how: str, code: str, cause: str, slices: ServiceGroup
+    how: str, code: str, cause: str, slices: RankGroup
 ) -> None:
     executor = GroupExecutor(slices, "slice")
 
@@ -283,13 +282,13 @@ def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
     asyncio.run(body())
 
 
-def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
+def test_a_process_that_is_stopped_does_not_answer(group: RankGroup) -> None:
     two = GroupExecutor(group, "two")
     pid = two.ask(Counter.pid).value
     os.kill(pid, signal.SIGSTOP)
     with raises(RankError, "no-answer-aside", "aside two count", "0.2 s"):
         two.aside_on_all(Counter.count, timeout_s=0.2)
-    assert "no answer to 'stacks'" in group.ranks.stacks()
+    assert "no answer to 'stacks'" in group.stacks()
     group.close()
     assert not psutil.pid_exists(pid)
 
@@ -297,14 +296,14 @@ def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
 def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: Path) -> None:
     said = Queue[str]()
     log = tmp_path / "logs" / "counter.log"
-    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.put)
+    ranks = group_of({"two": (Counter, (2,))}, GroupSpec(logs=[log]), say=said.put).start()
     try:
-        ranks.run("'call'", repeat(step(Rank.answer, "two", "warn", ())))
-        ranks.run("'call'", repeat(step(Rank.answer, "two", "pid", ())))
-        assert said.get(timeout=5) == "UserWarning: mind the gap"
+        ranks.call(RankServices.answer, "two", "warn", ())
+        ranks.call(RankServices.answer, "two", "pid", ())
+        assert said.get(timeout=5) == "counter: UserWarning: mind the gap"
         assert said.empty()
         with raises(RankError, "rank-failed", "a bug"):
-            ranks.run("'call'", repeat(step(Rank.answer, "two", "stumble", ())))
+            ranks.call(RankServices.answer, "two", "stumble", ())
         assert log.exists()
     finally:
         ranks.close()
@@ -313,13 +312,13 @@ def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: P
 def test_a_line_is_said_once_and_logged_each_time(tmp_path: Path) -> None:
     said = Queue[str]()
     log = tmp_path / "counter.log"
-    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.put)
+    ranks = group_of({"two": (Counter, (2,))}, GroupSpec(logs=[log]), say=said.put).start()
     try:
         for _ in range(3):
-            ranks.run("'call'", repeat(step(Rank.answer, "two", "chatter", ())))
-        lines = ["WARNING stretto: slow disk", "WARNING transformers.x: old name"]
+            ranks.call(RankServices.answer, "two", "chatter", ())
+        lines = ["counter: WARNING stretto: slow disk", "counter: WARNING transformers.x: old name"]
         assert [said.get(timeout=5) for _ in lines] == lines
-        ranks.run("'call'", repeat(step(Rank.answer, "two", "pid", ())))
+        ranks.call(RankServices.answer, "two", "pid", ())
         assert said.empty()
         text = log.read_text()
         assert (text.count("slow disk"), text.count("old name")) == (3, 3)
@@ -341,33 +340,24 @@ def test_clocks_are_moved_as_little_as_calls_and_answers_ask_for() -> None:
     assert ahead(4.0, two, 10.0, 11.5) == 5.0
 
 
-class Drifting:
+class Drifting(RankGroup):
     """Ranks of one service, in this process, whose clock runs 1 % too fast."""
 
-    def __init__(self, clock: ManualClock) -> None:
-        self.clock = clock
+    _clock: ManualClock
 
-    def run(self, doing: str, *_: Any) -> list[Any]:
-        if doing == "'now'":
-            return [self.clock.now() * 1.01]
-        self.clock.advance(0.25)
-        start_s = self.clock.now() * 1.01
-        self.clock.advance(50.0)
-        end_s = self.clock.now() * 1.01
-        self.clock.advance(0.25)
+    def call(self, *_: Any, **__: Any) -> list[Any]:
+        self._clock.advance(0.25)
+        start_s = self._clock.now() * 1.01
+        self._clock.advance(50.0)
+        end_s = self._clock.now() * 1.01
+        self._clock.advance(0.25)
         earlier = Work("swap", start_s - 9.0, start_s - 8.0, beside=True)  # before it was asked
         return [Reply(None, (earlier, Work("work", start_s, end_s, {})))]
-
-    def watch(self, tell: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def test_spans_stay_in_place_when_clocks_drift_apart() -> None:
     clock = ManualClock()
-    group = ServiceGroup("drifting", lambda: Drifting(clock), clock)  # type: ignore[arg-type,return-value]
+    group = Drifting(ONE, RankServices, clock=clock)
     for _ in range(1000):  # after which clocks are 500 s apart
         sent_s = clock.now()
         swap, work = group.ask("any", Slice.work, "").work
@@ -386,24 +376,25 @@ class Slow(Service):
 
 
 def test_a_process_can_be_ended_while_it_starts() -> None:
-    begun: list[Ranks] = []
-
     def end(facts: Any) -> None:  # before the service is made
-        threading.Thread(target=begun[0].close).start()
+        threading.Thread(target=group.close).start()
 
     since_s = time.monotonic()
+    group = group_of({"slow": (Slow, ())}, check=end)
     with raises(RankError, "ranks-ended"):
-        launch({"slow": (Slow, ())}, begun=begun.append, check=end)
+        group.start()
+    with raises(RankError, "ranks-ended", "was ended with the run"):
+        group.start()
     assert time.monotonic() - since_s < 60
 
 
 def test_each_phase_of_a_start_has_a_deadline_and_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks_module, "SAY_EVERY_S", 1.0)
+    monkeypatch.setattr(group_module, "SAY_EVERY_S", 1.0)
     said = list[str]()
     with raises(RankError, "rank-silent", "the counter", "its start (loading)", "in 4 s"):
-        launch({"slow": (Slow, ())}, timeout_s=4.0, say=said.append)
+        group_of({"slow": (Slow, ())}, GroupSpec(timeout_s=4.0), say=said.append).start()
     loading = [line.rpartition(" (loading)")[2] for line in said if "(loading)" in line]
     assert loading == [f" has taken {s} s; it may 4 s" for s in (1, 2, 3)]
 
@@ -425,12 +416,12 @@ def test_a_death_while_processes_start_is_retried_as_often_as_any_other(
 ) -> None:
     file, said = tmp_path / "deaths", list[str]()
     file.write_text("dies\n" * deaths)
-    start = partial(launch, {"mortal": (Mortal, (file,))})
+    group = group_of({"mortal": (Mortal, (file,))}, say=said.append)
     if deaths > restarts:
         with raises(RankError, "rank-died", "SIGKILL", "its start"):
-            ServiceGroup("counter", start, restarts=restarts, say=said.append)
+            group.start(restarts)
     else:
-        ServiceGroup("counter", start, restarts=restarts, say=said.append).close()
+        group.start(restarts).close()
     tried = min(deaths, restarts)
     assert [line.rpartition(" (")[2] for line in said] == [
         f"restart {i} of {restarts})" for i in range(1, tried + 1)
@@ -439,7 +430,7 @@ def test_a_death_while_processes_start_is_retried_as_often_as_any_other(
 
 def test_an_error_of_the_start_is_raised_as_it_is() -> None:
     with raises(ConfigError, "no-factor"):
-        ServiceGroup("counter", partial(launch, {"none": (Counter, (0,))}))
+        group_of({"none": (Counter, (0,))}).start()
 
 
 def test_the_preflight_may_refuse_before_anything_is_made() -> None:
@@ -450,7 +441,7 @@ def test_the_preflight_may_refuse_before_anything_is_made() -> None:
         raise RankError("not here", code="not-here")
 
     with raises(RankError, "not-here"):
-        launch({"none": (Counter, (0,))}, check=refuse, threads=1)
+        group_of({"none": (Counter, (0,))}, check=refuse).start()
     assert seen[0].threads == 1
     assert seen[0].pid != os.getpid()
     assert {"python", "torch", "stretto", "transformers"} <= seen[0].versions.keys()
@@ -489,7 +480,7 @@ def test_a_rank_with_an_interpreter_of_its_own_may_have_other_versions() -> None
 
 
 def test_tensors_go_by_value_on_the_side_and_what_cannot_travel_is_an_error(
-    group: ServiceGroup,
+    group: RankGroup,
 ) -> None:
     two = GroupExecutor(group, "two")
     (tensor,) = two.aside_on_all(Counter.tensor, timeout_s=10.0)

@@ -12,6 +12,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ from raising import raises
 from rank_helpers import alive, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
-from stretto.workers.group import GroupExecutor, ServiceGroup
-from stretto.workers.rank import Rank, address_of, interface_of
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import NO_WORDS, GroupExecutor, RankGroup
+from stretto.workers.rank import GroupSpec, address_of, interface_of
 from stretto.workers.ray_cluster import (
     ActorProcesses,
     Bundle,
@@ -36,12 +36,13 @@ from stretto.workers.ray_cluster import (
     explained,
     find,
 )
-from stretto.workers.services import Makes, Service
+from stretto.workers.services import Makes, RankServices, Service
 
 ray = pytest.importorskip("ray")
 
 LIMIT_S = 20.0
 START_S = 120.0
+ONE, TWO = (GroupSpec(size, timeout_s=START_S) for size in (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,11 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def launch(
-    cluster: RayCluster, size: int, *arguments: Any, timeout_s: float = START_S, **options: Any
-) -> Ranks:
-    own = {name: options.pop(name) for name in ("places", "share", "python") if name in options}
-    start = partial(ActorProcesses, cluster=cluster, **own)
+    cluster: RayCluster, spec: GroupSpec, *arguments: Any, words: Any = NO_WORDS, **options: Any
+) -> RankGroup:
+    start = partial(ActorProcesses, cluster=cluster, **options)
     given = arguments or ("hello",)
-    return Ranks(size, Misbehaving, given, launch=start, timeout_s=timeout_s, **options)
+    return RankGroup(spec, Misbehaving, given, launch=start, words=words).start()
 
 
 def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
@@ -73,7 +73,8 @@ def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
 
 def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     cluster.secrets["STRETTO_API_KEY"] = "hunter2"  # the raylet, which the driver started, has not
-    ranks = launch(cluster, 2, threads=3, words={Misbehaving.hang: "a long wait"})
+    spec = replace(TWO, threads=3)
+    ranks = launch(cluster, spec, words={Misbehaving.hang: "a long wait"})
     assert ranks.call(Misbehaving.variable, "STRETTO_API_KEY") == ["hunter2"] * 2
     assert ranks.call(Misbehaving.greet, "you") == ["hello you, from 0", "hello you, from 1"]
     assert ranks.call_each(Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
@@ -92,9 +93,7 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     seen: list[str] = []
 
     def look() -> None:
-        assert all(
-            ranks.aside(rank, Rank.call, "hanging", (), timeout_s=LIMIT_S) for rank in range(2)
-        )
+        assert all(ranks.aside(i, Misbehaving.hanging, timeout_s=LIMIT_S) for i in range(2))
         seen.append(ranks.stacks())
         assert all(used[""] > 10**7 for used in ranks.used_bytes())
         ranks.close()
@@ -120,7 +119,7 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     ],
 )
 def test_an_error_is_told_with_its_cause(cluster: RayCluster, how: str, said: str) -> None:
-    ranks = launch(cluster, 1)
+    ranks = launch(cluster, ONE)
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.fail, how, 0)
     assert str(caught.value).startswith(said)
@@ -133,7 +132,7 @@ def test_an_error_is_told_with_its_cause(cluster: RayCluster, how: str, said: st
 
 def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -> None:
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-    ranks = launch(cluster, 2, logs=logs)
+    ranks = launch(cluster, replace(TWO, logs=logs))
     logs[1].write_text("last words\n")
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.fail, "kill", 1)
@@ -149,7 +148,7 @@ def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -
 
 
 def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
-    ranks = launch(cluster, 2)
+    ranks = launch(cluster, TWO)
     told: list[RankError] = []
     there = threading.Event()
     ranks.watch(lambda error: (told.append(error), there.set())[0])
@@ -169,22 +168,20 @@ def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
 
 def test_a_rank_that_cannot_start_is_named(cluster: RayCluster) -> None:
     with raises(RankError, "rank-failed", "rank 0 of 1", "its start (loading): TypeError"):
-        launch(cluster, 1, 1, 2, 3)
+        launch(cluster, ONE, 1, 2, 3)
 
 
 def test_a_rank_that_cannot_listen_is_named(cluster: RayCluster) -> None:
-    with raises(RankError, "rank-failed", "rank 0 of 1", "'nosuch0'") as caught:
-        launch(cluster, 1, interface="nosuch0")
-    assert isinstance(caught.value.__cause__, RankError)
-    assert caught.value.__cause__.code == "no-such-interface"
+    with raises(RankError, "no-such-interface", "'nosuch0'"):
+        launch(cluster, replace(ONE, interface="nosuch0"))
 
 
 def test_groups_may_share_a_place_and_more_do_not_fit(cluster: RayCluster) -> None:
-    one = launch(cluster, 1, share=0.5, python=sys.executable)
-    other = launch(cluster, 1, share=0.5)
+    one = launch(cluster, ONE, share=0.5, python=sys.executable)
+    other = launch(cluster, ONE, share=0.5)
     assert one.call(Misbehaving.pid) != other.call(Misbehaving.pid)
     with raises(RankError, "rank-not-connected", "rank 0 of 1", "1 s"):
-        launch(cluster, 1, share=0.5, timeout_s=1)
+        launch(cluster, replace(ONE, timeout_s=1.0), share=0.5)
     one.close()
     other.close()
 
@@ -207,8 +204,7 @@ class Counter(Service):
 def test_a_group_of_services_is_lost_and_started_again(cluster: RayCluster) -> None:
     makes: Makes = {"counter": (Counter, (5,))}
     actors = partial(ActorProcesses, cluster=cluster, places=[1])
-    start = partial(Ranks, 1, services=makes, launch=actors, role="counter")
-    group = ServiceGroup("counter", start)
+    group = RankGroup(ONE, RankServices, (makes,), launch=actors, name="counter").start()
     executor = GroupExecutor(group, "counter")
 
     async def body() -> None:
@@ -297,9 +293,11 @@ import sys; sys.path.insert(0, {tests!r})
 from pipeline_misbehaving import Misbehaving
 from stretto.workers.ray_cluster import Bundle, RayCluster
 from stretto.workers.ray_cluster import ActorProcesses
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 cluster = RayCluster([Bundle()], cpus=1)
-ranks = Ranks(1, Misbehaving, ("hello",), launch=lambda specs: ActorProcesses(specs, cluster))
+launch = lambda spec: ActorProcesses(spec, cluster)
+ranks = RankGroup(GroupSpec(), Misbehaving, ("hello",), launch=launch).start()
 print("pids", *ranks.call(Misbehaving.pid), flush=True)
 ranks.call(Misbehaving.hang)
 """

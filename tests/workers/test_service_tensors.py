@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.types import Reply
-from stretto.workers.rank import Rank, RankSpec
-from stretto.workers.services import CallPredictor, Makes, Remote, Service
+from stretto.workers.services import CallPredictor, Makes, RankServices, Remote, Service
 
 
 def test_the_order_is_that_of_the_last_time() -> None:
@@ -78,34 +76,22 @@ class Watched(CopyStream):
             self.copied.set()
 
 
-@pytest.fixture(autouse=True)
-def without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.workers.rank.DriverConnection", lambda *_: None)
-
-
-def rank_with(makes: Makes) -> Rank:
-    nothing: Any = None
-    rank = Rank(RankSpec(0, 1), nothing)
-    rank.make_services(makes)
-    return rank
-
-
-def host(copies: CopyStream) -> Rank:
+def host(copies: CopyStream) -> RankServices:
     makes: Makes = {
         "one": (Owner, ("one", 1.0, copies)),
         "two": (Owner, ("two", 2.0, copies)),
         "plain": (Plain, ()),
     }
-    return rank_with(makes)
+    return RankServices(0, makes)
 
 
-def value(host: Rank, service: str) -> float:
+def value(host: RankServices, service: str) -> float:
     reply = host.answer(service, "value", ())
     assert isinstance(reply, Reply)
     return float(reply.value)
 
 
-def away(host: Rank) -> list[str]:
+def away(host: RankServices) -> list[str]:
     names = ["one", "two"]
     return [name for name in names if host.answer(name, "peek", ()).isnan().all()]  # type: ignore[attr-defined]
 
@@ -157,7 +143,7 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
 
 
 def test_services_without_shelves_are_left_alone() -> None:
-    services = rank_with({"plain": (Plain, ())})
+    services = RankServices(0, {"plain": (Plain, ())})
     assert services.answer("plain", "work", ()) == Reply(1)
 
 

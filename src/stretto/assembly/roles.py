@@ -42,7 +42,7 @@ from stretto.training.losses import Losses
 from stretto.training.trained import LearningRate, Trained, TrainedModel
 from stretto.types import Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
 
 if TYPE_CHECKING:
     from stretto.training.sharded import Grid
@@ -334,7 +334,7 @@ class RoleFactory:
         threads: int,
         lends: bool = False,
         grid: Grid | None = None,
-    ) -> tuple[PolicyLearner, Ranks | None]:
+    ) -> tuple[PolicyLearner, RankGroup | None]:
         """Build the learner and its ranks, if it has any.
 
         Args:
@@ -359,7 +359,7 @@ class RoleFactory:
                 backend.use_liger_kernel(model)
             if config.model.torch_compile:
                 backend.compile_layers(model)
-        ranks: Ranks | None = None
+        ranks: RankGroup | None = None
         first: Trained
         second: Trained | None
         backprop: Backprop

@@ -39,7 +39,8 @@ from stretto.training.trained import LearningRate, TrainedModel, WholeModel
 from stretto.types import Prompt, Response, WeightsRef
 from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Meeting, Route, Wire, open_store
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -361,16 +362,11 @@ def broadcasts(
         devices = ["cuda:0", "cuda:1" if multi_gpu else "cuda:0"]
     store, port = open_store("127.0.0.1")
     meeting = Meeting("127.0.0.1", port, TIMEOUT_S)
-    ranks = Ranks(
-        2,
-        SyncPeer,
-        (device.type, dtype),
-        backend="cpu:gloo,cuda:nccl" if multi_gpu else "gloo",
-        threads=threads,
-        devices=devices,
-        timeout_s=TIMEOUT_S,
-    )
+    backend = "cpu:gloo,cuda:nccl" if multi_gpu else "gloo"
+    spec = GroupSpec(2, backend, threads, devices, timeout_s=TIMEOUT_S)
+    ranks = RankGroup(spec, SyncPeer, (device.type, dtype))
     try:
+        ranks.start()
         for number, megabytes in enumerate(sizes.moves):
             count = max(1, megabytes * 10**6 // HALF // TENSOR)
             routes = meeting.routes("weights", number, 2, wire)

@@ -22,7 +22,7 @@ from stretto import outside
 from stretto.assembly.run_models import Device, Overrides
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster_config import LEARNER
-from stretto.errors import ConfigError, RankError, first_line
+from stretto.errors import ConfigError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
 from stretto.protocols import Clock
@@ -41,9 +41,9 @@ from stretto.saying import Say, working
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.workers.forkserver import ForkedProcesses, server_of
-from stretto.workers.group import GroupExecutor, ServiceGroup
-from stretto.workers.rank import Facts, RankSpec, check, used_bytes
-from stretto.workers.ranks import Launched, Ranks
+from stretto.workers.group import GroupExecutor, Launched, RankGroup
+from stretto.workers.rank import Facts, GroupSpec, check, used_bytes
+from stretto.workers.services import RankServices
 from stretto.workers.threads import WorkerThread
 
 if TYPE_CHECKING:
@@ -99,13 +99,12 @@ class ProcessWorkers:
             engine_of(config.rollout).check()
         self._launcher.prepare(self._processes, stack)
         self._facts: dict[str, Facts] = {}
-        self._looking = Lock()
-        self._starting: list[Ranks] = []
-        self._given_up = False
+        self._checking = Lock()
+        self.groups = [self._group(process) for process in self._processes]
         count = sum(len(process.devices) for process in self._processes)
         first_of_all = f"; first the learner warms up on {config.warmup_examples} examples"
         with working(say, f"starting {count} processes{first_of_all if self._warms_up else ''}"):
-            self.groups = self._open_all()
+            self._start_all()
         self.executors = {
             placed.role: GroupExecutor(group, placed.role)
             for process, group in zip(self._processes, self.groups, strict=True)
@@ -159,64 +158,52 @@ class ProcessWorkers:
         file = self._overrides.warmup
         return self._config.warmup_examples > 0 and not (file and file.exists())
 
-    def _open_all(self) -> list[ServiceGroup]:
-        pool = ThreadPoolExecutor(len(self._processes))
-        opening: dict[str, Future[ServiceGroup]] = {}
+    def _start_all(self) -> None:
+        pool = ThreadPoolExecutor(len(self.groups))
+        starting: dict[str, Future[None]] = {}
+        pairs = list(zip(self._processes, self.groups, strict=True))
         try:
-            rollout = self._config.rollout
-            for process in sorted(self._processes, key=lambda place: place.takes_share(rollout)):
-                before = self._before(process, opening)
-                opening[process.name] = pool.submit(self._open, process, before)
-                if len(opening) == 1 and self._warms_up:  # the remaining processes read its outcome
-                    opening[process.name].result()
-            for future in as_completed(opening.values()):
+            pairs.sort(key=lambda pair: pair[0].takes_share(self._config.rollout))
+            for process, group in pairs:
+                before = self._before(process, starting)
+                starting[process.name] = pool.submit(self._start, group, before)
+                if len(starting) == 1 and self._warms_up:  # the remaining ones read its outcome
+                    starting[process.name].result()
+            for future in as_completed(starting.values()):
                 future.result()
         except BaseException:
-            with self._looking:
-                self._given_up = True
-            for ranks in self._starting:
-                ranks.close()
+            for group in self.groups:
+                group.close()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-            self._starting.clear()
-        return [opening[process.name].result() for process in self._processes]
 
     def _before(
-        self, process: ProcessPlacement, opening: Mapping[str, Future[ServiceGroup]]
-    ) -> list[Future[ServiceGroup]]:
+        self, process: ProcessPlacement, starting: Mapping[str, Future[None]]
+    ) -> list[Future[None]]:
         """Return the processes to wait for: for an engine that measures free memory, all earlier
         ones on its GPUs, because none may take or free memory meanwhile.
         """
         if not process.takes_share(self._config.rollout):
             return []
         gpu_sharers = [p for p in self._processes if set(p.devices) & set(process.devices)]
-        return [opening[other.name] for other in gpu_sharers if other.name in opening]
+        return [starting[other.name] for other in gpu_sharers if other.name in starting]
 
-    def _begun(self, ranks: Ranks) -> None:
-        with self._looking:
-            if self._given_up:
-                raise RankError("the run has ended while its processes started; start it again")
-            self._starting.append(ranks)
-
-    def _open(
-        self, process: ProcessPlacement, before: Sequence[Future[ServiceGroup]]
-    ) -> ServiceGroup:
+    def _start(self, group: RankGroup, before: Sequence[Future[None]]) -> None:
         for other in before:
             other.result()
-        trains = any(placed.role == LEARNER for placed in process.roles)
-        group = ServiceGroup(
-            process.name,
-            partial(self._launch, process),
-            work="its work",
-            replaceable=not trains,
-            restarts=self._config.cluster.restarts,
-            say=self._say,
-        )
-        self._stack.callback(group.close)
-        return group
+        try:
+            group.start(self._config.cluster.restarts, patient=self._warms_up)
+        except pickle.PicklingError as error:
+            raise ConfigError(
+                f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
+                "Define its classes at the top of a module, name folders instead of objects, or "
+                "set runtime = 'inline'",
+                "cannot-be-pickled",
+            ) from error
 
-    def _launch(self, process: ProcessPlacement) -> Ranks:
+    def _group(self, process: ProcessPlacement) -> RankGroup:
+        cluster = self._config.cluster
         setup = RoleSetup(
             self._config,
             self._overrides,
@@ -227,38 +214,29 @@ class ProcessWorkers:
             alone=len(process.roles) == 1,
             shares_gpus=self._shares_gpus(process),
         )
-        makes = {placed.role: self._make(placed, setup) for placed in process.roles}
         names, is_group = _rank_names(process), len(process.devices) > 1
-
-        def compare(facts: Sequence[Facts]) -> None:
-            with self._looking:
-                self._facts |= zip(names, facts, strict=True)
-                self._compare()
-
-        try:
-            return Ranks(
-                len(process.devices),
-                services=makes,
-                launch=partial(self._launcher.launch, process),
-                devices=setup.devices,
-                backend="cpu:gloo,cuda:nccl" if is_group and process.device != "cpu" else "gloo",
-                threads=process.threads,
-                interface=self._launcher.interface,
-                role=process.name,
-                timeout_s=self._config.cluster.start_timeout_s,
-                patient=self._warms_up,
-                logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],
-                say=lambda line: self._say(f"{process.name}: {line}"),
-                check=compare,
-                begun=self._begun,
-            )
-        except pickle.PicklingError as error:
-            raise ConfigError(
-                f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
-                "Define its classes at the top of a module, name folders instead of objects, or "
-                "set runtime = 'inline'",
-                "cannot-be-pickled",
-            ) from error
+        spec = GroupSpec(
+            len(process.devices),
+            backend="cpu:gloo,cuda:nccl" if is_group and process.device != "cpu" else "gloo",
+            threads=process.threads,
+            devices=setup.devices,
+            interface=self._launcher.interface,
+            timeout_s=cluster.start_timeout_s,
+            logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],
+        )
+        group = RankGroup(
+            spec,
+            RankServices,
+            ({placed.role: self._make(placed, setup) for placed in process.roles},),
+            launch=partial(self._launcher.launch, process),
+            name=process.name,
+            words={RankServices.answer: "its work"},
+            say=self._say,
+            check=partial(self._compare, names),
+            replaceable=all(placed.role != LEARNER for placed in process.roles),
+        )
+        self._stack.callback(group.close)
+        return group
 
     def _shares_gpus(self, process: ProcessPlacement) -> bool:
         gpus = set(process.devices) - {"cpu"}
@@ -280,7 +258,8 @@ class ProcessWorkers:
             case source:
                 return role_services.reward_model, (setup, source, self._first)
 
-    def _compare(self) -> None:
+    def _compare(self, ranks: Sequence[str], facts: Sequence[Facts]) -> None:
+        """Compare these ranks with the ranks of all processes that have joined their groups."""
         threads = dict[str, int]()
         devices = dict[str, str]()
         custom_python_names = set[str]()
@@ -289,7 +268,9 @@ class ProcessWorkers:
             devices |= zip(names, process.devices, strict=True)
             threads |= dict.fromkeys(names if process.threads else (), process.threads)
             custom_python_names.update(names if process.python else ())
-        check(self._facts, threads, devices, custom_python_names)
+        with self._checking:
+            self._facts |= zip(ranks, facts, strict=True)
+            check(self._facts, threads, devices, custom_python_names)
 
 
 class Launcher:
@@ -317,8 +298,8 @@ class Launcher:
         """Return the device of each rank as the rank sees it. Here every rank sees all GPUs."""
         return process.devices
 
-    def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
-        return ForkedProcesses(specs, python=process.python)
+    def launch(self, process: ProcessPlacement, spec: GroupSpec) -> Launched:
+        return ForkedProcesses(spec, python=process.python)
 
     def _count_gpus(self, device: Device) -> int:
         return torch.cuda.device_count() if pick_device(device).type == "cuda" else 0
@@ -369,14 +350,14 @@ class RayLauncher(Launcher):
         # Ray shows each rank only its own GPU.
         return ["cuda:0" if device.startswith("cuda") else "cpu" for device in process.devices]
 
-    def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
+    def launch(self, process: ProcessPlacement, spec: GroupSpec) -> Launched:
         from stretto.workers.ray_cluster import ActorProcesses
 
         assert self._cluster is not None
         shares = self._sharing > 1 and process.device != "cpu"
         share = 1 / (self._sharing if shares else process.tp)
         places = self._positions[process.name]
-        return ActorProcesses(specs, self._cluster, places, share, process.python)
+        return ActorProcesses(spec, self._cluster, places, share, process.python)
 
     def _count_gpus(self, device: Device) -> int:
         """Count the cluster's GPUs, because the driver's machine may have none."""
@@ -397,7 +378,7 @@ class MemoryWatch:
 
     EVERY_S = 1.0  # minimum time between two measurements
 
-    def __init__(self, groups: Sequence[ServiceGroup], clock: Clock, here: str = "") -> None:
+    def __init__(self, groups: Sequence[RankGroup], clock: Clock, here: str = "") -> None:
         self._groups = groups
         self._clock = clock
         self._here = here
@@ -419,7 +400,7 @@ class MemoryWatch:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _used(self) -> Mapping[str, float]:
-        memory_by_process = {group.name: group.ranks.used_bytes() for group in self._groups}
+        memory_by_process = {group.name: group.used_bytes() for group in self._groups}
         if self._here:
             memory_by_process["stretto"] = [used_bytes(self._here)]
         metrics = dict[str, float]()

@@ -145,7 +145,7 @@ class Run:
         return {**rows, **self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
 
     def stacks(self) -> str:
-        return "\n\n".join(g.ranks.stacks() for g in self.workers.groups) or stacks()
+        return "\n\n".join(g.stacks() for g in self.workers.groups) or stacks()
 
     def save(self, folder: Path) -> None:
         """Write the trained model atomically."""

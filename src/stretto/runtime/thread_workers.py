@@ -30,7 +30,7 @@ from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.saying import Say, working
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel
-from stretto.workers.group import ServiceGroup
+from stretto.workers.group import RankGroup
 from stretto.workers.threads import ThreadExecutor, WorkerThread
 
 PATIENCE_S = 3.0  # how long shutdown waits for interrupted calls
@@ -39,7 +39,7 @@ PATIENCE_S = 3.0  # how long shutdown waits for interrupted calls
 class ThreadWorkers:
     """Workers of a :class:`~stretto.runtime.run.Run` on threads of this process."""
 
-    groups: Sequence[ServiceGroup] = ()
+    groups: Sequence[RankGroup] = ()
     meeting = None
     devices: Mapping[str, str] = {}
     processes: Mapping[str, str] = {}

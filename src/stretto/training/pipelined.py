@@ -48,7 +48,8 @@ from stretto.training.trained import (
     require_trained,
 )
 from stretto.types import Stats
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 from stretto.workers.threads import Method
 
 MEASURED_RUN = 2
@@ -74,7 +75,7 @@ class StagedModel(Trained):
     """
 
     def __init__(
-        self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names], lr: float
+        self, name: Name, model: nn.Module, ranks: RankGroup, names: Sequence[Names], lr: float
     ) -> None:
         super().__init__(model)
         self._name = name
@@ -137,7 +138,7 @@ class PipelinedBackprop:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         models: Mapping[Name, StagedModel],
         planner: Planner,
         layout: StageLayout,
@@ -214,14 +215,14 @@ def start(
         check_stages(p, name, model)
     layout = layout_of(p)
     losses = Losses(config.algorithm, config.rollout.temperature)
-    ranks = Ranks(
-        p.ranks,
+    collectives = backend_of(device).collectives
+    ranks = RankGroup(
+        GroupSpec(p.ranks, collectives, max(threads // p.ranks, 1)),
         StageTrainer,
         (layout, losses, t, rates, device),
-        backend=backend_of(device).collectives,
-        threads=max(threads // p.ranks, 1),
         words=WORDS,
     )
+    ranks.start()
     try:
         stages = {
             name: [cut(model, p.stages(name), layout.place(name, r)[1]) for r in range(p.ranks)]

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -137,10 +136,10 @@ class DriverConnection:
     """A rank's end. Once the driver's end has closed, calls ``ended``, by default os._exit."""
 
     def __init__(
-        self, connection: Raw, aside: Method, ended: Callable[[], None] = lambda: os._exit(0)
+        self, connection: Raw, call: Method, ended: Callable[[], None] = lambda: os._exit(0)
     ) -> None:
         self._connection = connection
-        self._aside = aside
+        self._call = call
         self._ended = ended
         self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -152,22 +151,22 @@ class DriverConnection:
         """Send a line for the user, unless the driver is gone."""
         self._send(framed(LINE, line))
 
-    def serve(self, take: Method) -> NoReturn:
+    def serve(self) -> NoReturn:
         while True:
-            self._answer(STEP, lambda: _called(take, self._steps.get()))
+            self._answer(STEP, self._steps.get())
 
     def _read(self) -> None:
         for number, content in _messages(self._connection):
             if number == STEP:
                 self._steps.put(content)
             else:
-                aside = number, partial(_called, self._aside, content)
+                aside = number, content
                 Thread(target=self._answer, args=aside, name="call aside", daemon=True).start()
         self._ended()
 
-    def _answer(self, number: int, call: Callable[[], object]) -> None:
+    def _answer(self, number: int, content: memoryview) -> None:
         try:
-            message = framed(number, Done(call()))
+            message = framed(number, Done(self._call(*pickle.loads(content))))
         except BaseException as error:  # also SystemExit, or if the result cannot be pickled
             message = framed(number, _failed(error))
         self._send(message)
@@ -175,10 +174,6 @@ class DriverConnection:
     def _send(self, message: memoryview) -> None:
         with self._sending, suppress(OSError):
             self._connection.send_bytes(message)
-
-
-def _called(method: Method, content: memoryview) -> object:
-    return method(*pickle.loads(content))
 
 
 def _failed(error: BaseException) -> Failed:
@@ -220,20 +215,26 @@ class RankConnection:
         self.gone = False  # whether the connection has ended, on either side
         Thread(target=self._read, name="connection", daemon=True).start()
 
-    def step(self, message: memoryview) -> Future[Done | Failed]:
-        return self._asked(STEP, message)
+    def send(self, message: memoryview, number: int = STEP) -> Future[Done | Failed]:
+        """Send a step, or the call aside with this number."""
+        future = self._open[number] = Future[Done | Failed]()
+        with suppress(OSError), self._sending:
+            self._connection.send_bytes(message)
+        if self.gone:
+            self._fail()
+        return future
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method aside. Raises the rank's error, or RankError if it does not answer."""
+        """Call a method aside. Raises the rank's error, RankError if it has ended, or TimeoutError
+        if it does not answer.
+        """
         number = next(self._numbers)
-        future = self._asked(number, framed(number, (method, args)))
+        future = self.send(framed(number, (method, args)), number)
         try:
             answer = future.result(timeout_s)
         except TimeoutError:
             self._open.pop(number, None)
-            what = " ".join([method, *(a for a in args[:2] if isinstance(a, str))])
-            why = f"no answer to '{what}' within {timeout_s:g} s"
-            raise RankError(why, code="no-answer-aside") from None
+            raise
         except EOFError as error:
             raise RankError(str(error), code="process-ended") from None
         if isinstance(answer, Failed):
@@ -249,14 +250,6 @@ class RankConnection:
         self.gone = True
         with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _asked(self, number: int, message: memoryview) -> Future[Done | Failed]:
-        future = self._open[number] = Future[Done | Failed]()
-        with suppress(OSError), self._sending:
-            self._connection.send_bytes(message)
-        if self.gone:
-            self._fail()
-        return future
 
     def _read(self) -> None:
         try:

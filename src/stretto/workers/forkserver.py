@@ -29,7 +29,7 @@ from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
 from stretto.signals import ENDING
 from stretto.workers.connection import Raw
-from stretto.workers.rank import Facts, Rank, RankSpec
+from stretto.workers.rank import Facts, GroupSpec, Rank
 
 PRELOADED = (
     "torch.distributed",
@@ -48,7 +48,8 @@ UNKNOWN = 255  # exit code of a process whose server is gone
 class ForkRequest:
     """A request to fork a rank, with its environment."""
 
-    spec: RankSpec
+    spec: GroupSpec
+    rank: int
     environment: Mapping[str, str]
     path: Sequence[str] | None  # sys.path, None for the interpreter's own
     folder: str
@@ -90,10 +91,10 @@ class ForkServer:
         with self._lock:
             self._connected()
 
-    def fork(self, spec: RankSpec, connection: int) -> Forked:
+    def fork(self, spec: GroupSpec, rank: int, connection: int) -> Forked:
         """Fork a process that runs a rank on its end of a connection, a file descriptor."""
         path = None if self._python else list(sys.path)
-        request = ForkRequest(spec, dict(os.environ), path, str(Path.cwd()))
+        request = ForkRequest(spec, rank, dict(os.environ), path, str(Path.cwd()))
         with self._lock:
             server = self._connected()
             try:
@@ -153,20 +154,20 @@ def server_of(python: str = "") -> ForkServer:
 
 
 class ForkedProcesses:
-    """Processes of ranks on this machine, which print to standard error. See ``ranks.Launched``."""
+    """Processes of ranks on this machine, which print to standard error. See ``group.Launched``."""
 
     one_clock = True
 
-    def __init__(self, specs: Sequence[RankSpec], python: str = "") -> None:
+    def __init__(self, spec: GroupSpec, python: str = "") -> None:
         self.processes: list[Forked] = []
         self._connections: list[Raw] = []
         server = server_of(python)
         try:
-            for spec in specs:
+            for rank in range(spec.size):
                 ours, theirs = Pipe()
                 self._connections.append(ours)
                 with theirs:
-                    self.processes.append(server.fork(spec, theirs.fileno()))
+                    self.processes.append(server.fork(spec, rank, theirs.fileno()))
         except BaseException:
             self.kill()
             raise
@@ -242,7 +243,7 @@ def _become(request: ForkRequest, connection: int, printed: int) -> NoReturn:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.close(printed)
-    Rank(request.spec, Raw(connection)).serve()
+    Rank(request.spec, request.rank, Raw(connection)).serve()
 
 
 def _reaped(pid: int, exit_codes: dict[int, int]) -> int | None:

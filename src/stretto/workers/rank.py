@@ -1,9 +1,9 @@
-"""One rank of a group: joins, makes an object or services, and answers calls of their methods.
+"""One rank of a group: joins, makes an object, and answers calls of its methods.
 
-The same :class:`Rank` works under every launcher, which gives it its :class:`RankSpec` and a
-connection to its driver. Its steps are ``listen`` (rank 0), ``join``, ``make`` or
-``make_services``, and then ``call`` or ``answer`` repeatedly. It ends with its driver, however the
-driver ends and whatever the rank is doing.
+The same :class:`Rank` works under every launcher, which gives it the :class:`GroupSpec`, its index
+and a connection to its driver. Its steps are ``listen`` (rank 0), ``join``, ``make``, and then
+``call`` repeatedly. It ends with its driver, however the driver ends and whatever the rank is
+doing.
 """
 
 from __future__ import annotations
@@ -16,56 +16,57 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
-from stretto.errors import RankError, StrettoError
+from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
 from stretto.protocols import RealClock
 from stretto.workers.connection import Address, DriverConnection, Raw, listening_at
-
-if TYPE_CHECKING:
-    from stretto.workers.services import Makes, RankServices
 
 PACKAGES = ("stretto", "torch", "transformers", "ray")  # must have equal versions on all ranks
 
 
 @dataclass(frozen=True, slots=True)
-class RankSpec:
-    """A rank's settings under every launcher: its ``index`` among ``world`` ranks, and so on."""
+class GroupSpec:
+    """How the processes of a group start, under every launcher."""
 
-    index: int
-    world: int
-    backend: str = "gloo"
-    threads: int = 1  # of torch, 0 for its default
-    device: str = "cpu"  # torch's name of it on that machine
+    size: int = 1
+    backend: str = "gloo"  # or nccl, with a GPU each
+    threads: int = 1  # of each rank's torch, 0 for its default
+    devices: Sequence[str] = ()  # torch's names there, by default CPUs, with nccl GPUs
     interface: str = ""  # of the group, by default the one that reaches the driver
-    timeout_s: float = 600.0  # for joining, and for each collective of the group
-    log: str = ""  # file for everything the process prints
+    timeout_s: float = 600.0  # for each phase of the start, and each collective of the group
+    logs: Sequence[Path] = ()  # for everything that each rank prints, on its machine
+
+    def device(self, rank: int) -> str:
+        if self.devices:
+            return self.devices[rank]
+        return f"cuda:{rank}" if self.backend == "nccl" else "cpu"
 
 
 class Rank:
-    """A rank. It is independent of what its object or its services do."""
+    """A rank. It is independent of what its object does."""
 
-    _services: RankServices
-
-    def __init__(self, spec: RankSpec, connection: Raw) -> None:
+    def __init__(self, spec: GroupSpec, index: int, connection: Raw) -> None:
         keep_freed_memory()
         self._spec = spec
+        self._index = index
+        self._device = spec.device(index)
         self._made: Any = None
         self._listener: socket.socket | None = None
         self._driver = DriverConnection(connection, lambda name, args: getattr(self, name)(*args))
 
     def serve(self) -> NoReturn:
-        self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
+        self._driver.serve()
 
     def listen(self) -> Address:
         """Open the socket of the group's store and return its address."""
@@ -77,9 +78,9 @@ class Rank:
     def join(self, host: str, port: int) -> Facts:
         """Join the process group at the store's address, and describe this process."""
         spec = self._spec
-        if spec.log:
+        if spec.logs:
             tell_warnings(self._driver.say)
-            _print_to(Path(spec.log))
+            _print_to(spec.logs[self._index])
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if name not in os.environ:  # defaults follow the machine's name or network
                 os.environ[name] = spec.interface or interface_of(self._driver.host)
@@ -88,45 +89,32 @@ class Rank:
 
         if spec.threads:
             torch.set_num_threads(spec.threads)
-        if spec.device.startswith("cuda"):
-            torch.cuda.set_device(spec.device)
+        if self._device.startswith("cuda"):
+            torch.cuda.set_device(self._device)
         timeout = timedelta(seconds=spec.timeout_s)
         store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere
             host,
             port,
-            spec.world,
-            is_master=spec.index == 0,
+            spec.size,
+            is_master=self._index == 0,
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=self._listener.detach() if self._listener else None,
         )
         dist.init_process_group(
-            spec.backend, store=store, rank=spec.index, world_size=spec.world, timeout=timeout
+            spec.backend, store=store, rank=self._index, world_size=spec.size, timeout=timeout
         )
-        return facts(spec.device)
+        return facts(self._device)
 
     def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._made = make(self._spec.index, *arguments)
+        self._made = make(self._index, *arguments)
 
-    def make_services(self, makes: Makes) -> None:
-        from stretto.workers.services import RankServices
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if self._device.startswith("cuda"):  # a thread of a call aside starts on the first GPU
+            import torch
 
-        self._services = RankServices(makes)
-
-    def call(self, method: str, arguments: tuple[Any, ...]) -> object:
+            torch.cuda.set_device(self._device)
         return getattr(self._made, method)(*arguments)
-
-    def answer(self, service: str, method: str, arguments: tuple[Any, ...]) -> object:
-        """Return the result of a service's method, or the StrettoError it raised. The rank lives
-        on. Results that must be equal on all ranks are compared, and only the first rank returns
-        them. Raises RankError if they differ. Raises the error itself if the other ranks have not
-        finished the method after ``services.ALONE_S``, as they may wait for this rank elsewhere.
-        """
-        try:
-            result = self._services.begin(service, method)(*arguments)
-        except StrettoError as error:
-            result = error
-        return self._services.end(service, method, result)
 
     def now(self) -> float:
         return RealClock().now()
@@ -135,14 +123,7 @@ class Rank:
         return stacks()
 
     def used_bytes(self) -> dict[str, int]:
-        return used_bytes(self._spec.device)
-
-    def aside(self, service: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        if self._spec.device.startswith("cuda"):  # a new thread starts on the first GPU
-            import torch
-
-            torch.cuda.set_device(self._spec.device)
-        return self._services.method(service, method)(*arguments)
+        return used_bytes(self._device)
 
 
 def used_bytes(device: str) -> dict[str, int]:

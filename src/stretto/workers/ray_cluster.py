@@ -24,7 +24,7 @@ from stretto.errors import ConfigError, first_line, require
 from stretto.workers.connection import Address, Listener, NotConnectedError, Raw, connected
 
 if TYPE_CHECKING:
-    from stretto.workers.rank import Facts, RankSpec
+    from stretto.workers.rank import Facts, GroupSpec
 
 OBJECT_STORE_BYTES = 200 * 2**20  # of a cluster started here, as the store is unused
 PATTERNS = (
@@ -326,30 +326,30 @@ def _amount(cpus: float, gpus: float) -> str:
 class RankActor:
     """A rank in a Ray actor."""
 
-    def run(self, spec: RankSpec, address: Address, key: bytes) -> None:
+    def run(self, spec: GroupSpec, rank: int, address: Address, key: bytes) -> None:
         """Connect to the driver's listener, and serve as a rank until the driver goes."""
         from stretto.workers.rank import Rank  # imports torch
 
-        connection = connected(address, key, spec.index, spec.timeout_s)
+        connection = connected(address, key, rank, spec.timeout_s)
         os.environ.update(json.loads(connection.recv_bytes()))
-        Rank(spec, connection).serve()
+        Rank(spec, rank, connection).serve()
 
 
 class ActorProcesses:
-    """Ray actors of ranks, with the import paths of this process. See ``ranks.Launched``."""
+    """Ray actors of ranks, with the import paths of this process. See ``group.Launched``."""
 
     def __init__(
         self,
-        specs: Sequence[RankSpec],
+        spec: GroupSpec,
         cluster: RayCluster,
         places: Sequence[int] = (),  # positions on the cluster, by default the first ones
         share: float = 1.0,  # of its place per rank, as other groups may use the rest
         python: str = "",  # interpreter with the cluster's versions of Python and Ray
     ) -> None:
         self.one_clock = cluster.alone
-        self._specs = specs
+        self._spec = spec
         self._cluster = cluster
-        self._places = places or range(len(specs))
+        self._places = places or range(spec.size)
         self._share = share
         self._python = python
         self._say = cluster.say
@@ -367,11 +367,12 @@ class ActorProcesses:
 
         self._actors: list[Any] = []
         self._runs: list[Any] = []
-        for spec, place in zip(self._specs, self._places, strict=False):
-            environment = _environment(self._cluster.environment, spec.threads)
-            options: dict[str, Any] = {"env_vars": environment}
-            if self._python:
-                options["py_executable"] = self._python
+        environment = _environment(self._cluster.environment, self._spec.threads)
+        options: dict[str, Any] = {"env_vars": environment}
+        if self._python:
+            options["py_executable"] = self._python
+        driver = self._listener.address, self._listener.key
+        for rank, place in enumerate(self._places):
             bundle = self._cluster.bundles[place]
             actor = ray.remote(RankActor).options(
                 num_cpus=bundle.cpus * self._share,
@@ -382,8 +383,7 @@ class ActorProcesses:
                 runtime_env=options,
             )
             self._actors.append(actor.remote())
-            run = self._actors[-1].run
-            self._runs.append(run.remote(spec, self._listener.address, self._listener.key))
+            self._runs.append(self._actors[-1].run.remote(self._spec, rank, *driver))
         if self._killed:
             self._kill_actors()
 

@@ -135,7 +135,8 @@ class RankServices:
     service and offloads the rest.
     """
 
-    def __init__(self, makes: Makes) -> None:
+    def __init__(self, rank: int, makes: Makes) -> None:
+        self._rank = rank
         self._services = dict[str, Service]()
         self._offloaded = dict[str, OffloadedTensors]()
         self._predictor = CallPredictor()
@@ -149,19 +150,33 @@ class RankServices:
                 offloaded.offload()  # to make room for the next one
         self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
 
-    def method(self, service: str, method: str) -> Callable[..., object]:
+    def answer(self, service: str, method: str, arguments: tuple[Any, ...]) -> object:
+        """Return the result of a service's method, or the StrettoError it raised. The rank lives
+        on. Results that must be equal on all ranks are compared, and only the first rank returns
+        them. Raises RankError if they differ. Raises the error itself if the other ranks have not
+        finished the method after ``ALONE_S``, as they may wait for this rank elsewhere.
+        """
+        call = self._method(service, method)
+        remote = remote_of(call)
+        self._load_tensors(service, method, remote)
+        try:
+            result: object = call(*arguments)
+        except StrettoError as error:
+            result = error
+        return self._finished(remote, result)
+
+    def aside(self, service: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        return self._method(service, method)(*arguments)
+
+    def _method(self, service: str, method: str) -> Callable[..., object]:
         call: Callable[..., object] = getattr(self._services[service], method)
         return call
 
-    def begin(self, name: str, method: str) -> Callable[..., object]:
-        """Prepare for a call and return the method. Its tensors are loaded, unless it waits for
-        them itself.
-        """
-        call = self.method(name, method)
-        remote = remote_of(call)
+    def _load_tensors(self, name: str, method: str, remote: Remote) -> None:
+        """Load a service's tensors for a call, unless it waits for them itself. Offload others."""
         light = remote.light or (remote.queues and not self._services[name].streams)
         if not self._offloaded or light:
-            return call
+            return
         for other, offloaded in self._offloaded.items():
             if other != name:
                 offloaded.offload()
@@ -173,16 +188,14 @@ class RankServices:
         coming = self._predictor.called((name, method))
         if coming in self._offloaded:
             self._offloaded[coming].load(early=True)
-        return call
 
-    def end(self, name: str, method: str, result: object) -> object:
+    def _finished(self, remote: Remote, result: object) -> object:
         """Return a call's result or error, after the other ranks have ended a collective call.
-        Finished copies are added to a Reply. See :meth:`stretto.workers.rank.Rank.answer`.
+        Finished copies are added to a Reply.
         """
-        remote = remote_of(self.method(name, method))
         if self._beside and remote.meets:
             self._meet(result, alike=remote.alike)
-            if remote.alike and dist.get_rank() and isinstance(result, Reply):
+            if remote.alike and self._rank and isinstance(result, Reply):
                 result = Reply(None, result.work)
         for copies in self._copy_streams:
             self._noted += copies.take()
