@@ -549,7 +549,7 @@ class Refusing:
     def prepare(self, processes: Any, stack: Any) -> None:
         pass
 
-    def launch(self, process: Any, specs: Any) -> Any:
+    def launch(self, process: Any, spec: Any) -> Any:
         if process.name == "generator":
             return self.generator
         if process.name == "reference":

@@ -26,6 +26,7 @@ from stretto.runtime.placement import (
     table,
 )
 from stretto.runtime.processes import RayLauncher
+from stretto.workers.rank import GroupSpec
 
 
 def config(**settings: Any) -> Config:
@@ -343,7 +344,7 @@ def test_ranks_that_are_placed_on_a_gpu_share_its_bundle_on_ray(
         launcher.prepare(found, stack)
     assert [bundle.gpus for bundle in opened] == [1.0] * 4 + [0.0]
     for place in found:
-        launcher.launch(place, ())
+        launcher.launch(place, GroupSpec())
     assert launched == [
         ([0, 1, 2, 3], 0.5),
         *(([i], 0.5) for i in range(4)),

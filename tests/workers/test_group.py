@@ -345,7 +345,7 @@ class Drifting(RankGroup):
 
     _clock: ManualClock
 
-    def call(self, *_: Any, **__: Any) -> list[Any]:
+    def call(self, *_: Any, **__: Any) -> list[Any]:  # type: ignore[override]
         self._clock.advance(0.25)
         start_s = self._clock.now() * 1.01
         self._clock.advance(50.0)
@@ -377,14 +377,14 @@ class Slow(Service):
 
 def test_a_process_can_be_ended_while_it_starts() -> None:
     def end(facts: Any) -> None:  # before the service is made
-        threading.Thread(target=group.close).start()
+        threading.Thread(target=slow.close).start()
 
     since_s = time.monotonic()
-    group = group_of({"slow": (Slow, ())}, check=end)
+    slow = group_of({"slow": (Slow, ())}, check=end)
     with raises(RankError, "ranks-ended"):
-        group.start()
+        slow.start()
     with raises(RankError, "ranks-ended", "was ended with the run"):
-        group.start()
+        slow.start()
     assert time.monotonic() - since_s < 60
 
 

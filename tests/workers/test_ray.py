@@ -343,7 +343,7 @@ def test_ranks_on_two_nodes_are_stable_lost_with_one_and_wait_for_another() -> N
         at = find()
         assert at
         assert (at.nodes, at.cpus, at.gpus) == (2, 3.0, 0.0)
-        ranks = launch(cluster, 3)
+        ranks = launch(cluster, replace(ONE, size=3))
         assert ranks.call_each(Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
         first = [
             psutil.Process(pid).ppid() for pid in ranks.call(Misbehaving.pid)
@@ -351,7 +351,7 @@ def test_ranks_on_two_nodes_are_stable_lost_with_one_and_wait_for_another() -> N
         assert first[0] == first[1] or first[1] == first[2]
         assert len(set(first)) == 2
         ranks.close()
-        ranks = launch(cluster, 3)
+        ranks = launch(cluster, replace(ONE, size=3))
         pids = ranks.call(Misbehaving.pid)
         assert [psutil.Process(pid).ppid() for pid in pids] == first
         theirs = [rank for rank in range(3) if first.count(first[rank]) == 2]
@@ -362,7 +362,7 @@ def test_ranks_on_two_nodes_are_stable_lost_with_one_and_wait_for_another() -> N
         require_gone(pids, LIMIT_S)
         # New ranks wait for a node in place of the lost one.
         with ThreadPoolExecutor(1) as pool:
-            launched = pool.submit(launch, cluster, 3)
+            launched = pool.submit(launch, cluster, replace(ONE, size=3))
             nodes.add_node(num_cpus=2, **options)
             ranks = launched.result()
         assert ranks.call_each(Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
