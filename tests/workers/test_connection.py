@@ -33,6 +33,13 @@ from stretto.workers.connection import (
 LIMIT_S = 10.0
 
 
+class Echo:
+    """A rank that returns what it is called with."""
+
+    def echo(self, *arguments: object) -> object:
+        return arguments
+
+
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     listener = Listener("127.0.0.1")
@@ -51,16 +58,16 @@ def test_both_ends_speak_and_notice_an_end(listener: Listener) -> None:
     rank_end = connected(listener.address, listener.key, 7, LIMIT_S)
     driver_end = came(listener)
     ended = threading.Event()
-    DriverConnection(rank_end, lambda method, arguments: (method, arguments), lambda: None)
+    DriverConnection(rank_end, Echo(), lambda: None)
     client = RankConnection(driver_end, lambda _: None, ended.set)
-    assert client.aside("add", 1, 2, timeout_s=LIMIT_S) == ("add", (1, 2))
+    assert client.aside("echo", 1, 2, timeout_s=LIMIT_S) == (1, 2)
     assert not client.wait(0.01)
     with socket.fromfd(rank_end.fileno(), socket.AF_INET, socket.SOCK_STREAM) as line:
         line.shutdown(socket.SHUT_RDWR)
     assert client.wait(LIMIT_S)
     assert ended.wait(LIMIT_S)
     with raises(RankError, "process-ended"):
-        client.aside("add", 1, 2, timeout_s=LIMIT_S)
+        client.aside("echo", 1, 2, timeout_s=LIMIT_S)
 
 
 def test_each_message_is_signed_with_its_direction_and_number(listener: Listener) -> None:
@@ -104,7 +111,7 @@ def test_a_message_that_was_changed_ends_the_connection_and_is_not_unpickled(
         if of_driver:
             RankConnection(driver_end, lambda _: None, ended.set)
         else:
-            DriverConnection(rank_end, lambda *_: None, ended.set)
+            DriverConnection(rank_end, Echo(), ended.set)
         for part in (b"x" * 32, bytes(8) + pickle.dumps(Bomb())):
             Connection.send_bytes(rank_end if of_driver else driver_end, part)
         assert ended.wait(LIMIT_S)
@@ -113,9 +120,7 @@ def test_a_message_that_was_changed_ends_the_connection_and_is_not_unpickled(
 
 def test_a_rank_notices_that_its_driver_is_gone(listener: Listener) -> None:
     ended = threading.Event()
-    DriverConnection(
-        connected(listener.address, listener.key, 7, LIMIT_S), lambda *_: None, ended.set
-    )
+    DriverConnection(connected(listener.address, listener.key, 7, LIMIT_S), Echo(), ended.set)
     came(listener).close()
     assert ended.wait(LIMIT_S)
 
@@ -210,8 +215,8 @@ def test_a_channel_ends_with_the_rank() -> None:
     ours, theirs = Pipe()
     said, ended = list[str](), Event()
     client = RankConnection(ours, said.append, ended.set)
-    server = DriverConnection(theirs, lambda method, arguments: (method, arguments), lambda: None)
-    assert client.aside("count", 3, timeout_s=10.0) == ("count", (3,))
+    server = DriverConnection(theirs, Echo(), lambda: None)
+    assert client.aside("echo", 3, timeout_s=10.0) == (3,)
     del server
     theirs.close()
     client.close()

@@ -196,7 +196,7 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
             executor.ask(Counter.hold)
     finally:
         group.close()
-    assert said == ["counter: the process of the counter: 'answer' has taken 0.25 s; it may 0.5 s"]
+    assert said == ["counter: the process of the counter: its work has taken 0.25 s; it may 0.5 s"]
 
 
 def test_a_process_at_work_answers_on_the_side(group: RankGroup) -> None:
@@ -345,7 +345,7 @@ class Drifting(RankGroup):
 
     _clock: ManualClock
 
-    def call(self, *_: Any, **__: Any) -> list[Any]:  # type: ignore[override]
+    def _run(self, *_: Any, **__: Any) -> list[Any]:
         self._clock.advance(0.25)
         start_s = self._clock.now() * 1.01
         self._clock.advance(50.0)

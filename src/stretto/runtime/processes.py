@@ -230,7 +230,6 @@ class ProcessWorkers:
             ({placed.role: self._make(placed, setup) for placed in process.roles},),
             launch=partial(self._launcher.launch, process),
             name=process.name,
-            words={RankServices.answer: "its work"},
             say=self._say,
             check=partial(self._compare, names),
             replaceable=all(placed.role != LEARNER for placed in process.roles),

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 else:
     Raw = Connection
 TO_RANK, TO_DRIVER = b"to the rank", b"to the driver"
-Method = Callable[[str, tuple[Any, ...]], object]
-"""Called with the name and the arguments of a method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +131,15 @@ class SignedConnection(Raw):
 
 
 class DriverConnection:
-    """A rank's end. Once the driver's end has closed, calls ``ended``, by default os._exit."""
+    """A rank's end, which calls methods of ``target``. Once the driver's end has closed, calls
+    ``ended``, by default os._exit.
+    """
 
     def __init__(
-        self, connection: Raw, call: Method, ended: Callable[[], None] = lambda: os._exit(0)
+        self, connection: Raw, target: object, ended: Callable[[], None] = lambda: os._exit(0)
     ) -> None:
         self._connection = connection
-        self._call = call
+        self._target = target
         self._ended = ended
         self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -166,7 +166,8 @@ class DriverConnection:
 
     def _answer(self, number: int, content: memoryview) -> None:
         try:
-            message = framed(number, Done(self._call(*pickle.loads(content))))
+            method, arguments = pickle.loads(content)
+            message = framed(number, Done(getattr(self._target, method)(*arguments)))
         except BaseException as error:  # also SystemExit, or if the result cannot be pickled
             message = framed(number, _failed(error))
         self._send(message)

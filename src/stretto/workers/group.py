@@ -153,7 +153,8 @@ class RankGroup:
         paces = self._paces.setdefault((service, name), deque(maxlen=LATEST))
         size, sent_s = remote.size(*args), self._clock.now()
         limit_s = None if remote.own_deadline else deadline_s(paces, size)
-        answers = self.call(RankServices.answer, service, name, args, timeout_s=limit_s)
+        answering = step(Rank.call, RankServices.answer.__name__, (service, name, args))
+        answers = self._run("its work", repeat(answering), limit_s)
         came_s = self._clock.now()
         answer = answers[0]
         decoded = getattr(getattr(answer, "value", None), "steps", size)  # may be fewer
@@ -509,7 +510,7 @@ class GroupExecutor:
             )
         try:
             reply: Reply[T] = await group.worker.run(
-                lambda: group.ask(self._service, method, *args)
+                partial(group.ask, self._service, method, *args)
             )
         except RankError as error:
             if not group.replaceable:

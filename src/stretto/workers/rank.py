@@ -63,7 +63,7 @@ class Rank:
         self._device = spec.device(index)
         self._made: Any = None
         self._listener: socket.socket | None = None
-        self._driver = DriverConnection(connection, lambda name, args: getattr(self, name)(*args))
+        self._driver = DriverConnection(connection, self)
 
     def serve(self) -> NoReturn:
         self._driver.serve()
