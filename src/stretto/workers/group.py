@@ -182,8 +182,8 @@ class RankGroup:
         it does not answer.
         """
         name = method.__name__
-        what = " ".join([name, *(arg for arg in args if isinstance(arg, str))])
-        answer: T = self._aside(rank, what, Rank.call, name, args, timeout_s=timeout_s)
+        title = " ".join([name, *(arg for arg in args if isinstance(arg, str))])
+        answer: T = self._aside(rank, title, Rank.call, name, args, timeout_s=timeout_s)
         return answer
 
     def stacks(self) -> str:
@@ -362,22 +362,22 @@ class RankGroup:
     def _aside(
         self,
         rank: int,
-        what: str,
+        title: str,
         method: Method[*Ts, object],
         *args: *Ts,
         timeout_s: float = PATIENCE_S,
     ) -> Any:
-        """Call a :class:`Rank`'s method during a step. ``what`` names it in messages."""
+        """Call a :class:`Rank`'s method during a step. ``title`` is for messages."""
         connection = self._connections[rank]
         try:
             return connection.aside(method.__name__, *args, timeout_s=timeout_s)
         except TimeoutError:
-            why = f"no answer to '{what}' within {timeout_s:g} s"
+            why = f"no answer to '{title}' within {timeout_s:g} s"
             raise RankError(why, code="no-answer-aside") from None
         except RankError as error:
             if not connection.gone:
                 raise
-            raise self._died or self._death(rank, f"in the middle of '{what}'") from error
+            raise self._died or self._death(rank, f"in the middle of '{title}'") from error
 
     def _distance(self) -> float:
         """Measure the offset of this process's clock from the first rank's."""
