@@ -50,7 +50,8 @@ from stretto.types import (
     TrainStepOutput,
     WeightsRef,
 )
-from stretto.workers.group import GroupExecutor, RankGroup
+from stretto.workers.group import RankGroup
+from stretto.workers.group_executor import GroupExecutor
 from stretto.workers.rank import GroupSpec
 from stretto.workers.services import Makes, RankServices
 

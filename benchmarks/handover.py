@@ -19,7 +19,8 @@ from _handover import Side
 from _shared import parse
 from stretto.types import WeightsRef
 from stretto.weights.transfer import Meeting, open_store
-from stretto.workers.group import GroupExecutor, RankGroup
+from stretto.workers.group import RankGroup
+from stretto.workers.group_executor import GroupExecutor
 from stretto.workers.rank import GroupSpec
 from stretto.workers.services import Makes, RankServices
 

@@ -27,7 +27,8 @@ from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.types import Decoded, Reply, Work
 from stretto.workers import group as group_module
 from stretto.workers import services as services_module
-from stretto.workers.group import GroupExecutor, RankGroup, ahead, deadline_s
+from stretto.workers.group import RankGroup, ahead, deadline_s
+from stretto.workers.group_executor import GroupExecutor
 from stretto.workers.rank import Facts, GroupSpec, check, interface_of
 from stretto.workers.services import Makes, RankServices, Remote, Service, remote_of
 

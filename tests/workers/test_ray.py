@@ -25,7 +25,8 @@ from raising import raises
 from rank_helpers import alive, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
-from stretto.workers.group import NO_WORDS, GroupExecutor, RankGroup
+from stretto.workers.group import NO_WORDS, RankGroup
+from stretto.workers.group_executor import GroupExecutor
 from stretto.workers.rank import GroupSpec, address_of, interface_of
 from stretto.workers.ray_cluster import (
     ActorProcesses,

@@ -41,7 +41,8 @@ from stretto.saying import Say, working
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.workers.forkserver import ForkedProcesses, server_of
-from stretto.workers.group import GroupExecutor, Launched, RankGroup
+from stretto.workers.group import Launched, RankGroup
+from stretto.workers.group_executor import GroupExecutor
 from stretto.workers.rank import Facts, GroupSpec, check, used_bytes
 from stretto.workers.services import RankServices
 from stretto.workers.threads import WorkerThread

@@ -1,4 +1,4 @@
-"""Groups of processes, and executors that call the services in them."""
+"""Groups of processes that hold services, or another object each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -18,7 +18,7 @@ from threading import RLock
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
-from stretto.errors import ADVICE, RankError, RoleLostError, StrettoError, without_advice
+from stretto.errors import ADVICE, RankError, StrettoError, without_advice
 from stretto.protocols import Clock, RealClock
 from stretto.saying import Say, silent
 from stretto.types import Reply, Work
@@ -34,7 +34,7 @@ from stretto.workers.connection import (
 from stretto.workers.forkserver import ForkedProcesses
 from stretto.workers.rank import Facts, GroupSpec, Rank
 from stretto.workers.services import RankServices, remote_of
-from stretto.workers.threads import Executor, Method, T, Ts, WorkerThread
+from stretto.workers.threads import Method, T, Ts, WorkerThread
 
 START = "its start"
 LISTEN, JOIN, MAKE = (f"{START} ({what})" for what in ("listening", "joining its group", "loading"))
@@ -489,66 +489,3 @@ def _explained(error: RankError, rank: int, failed: Failed) -> RankError:
     if failed.error is None:
         error.add_note(f"On rank {rank}:\n{failed.trace}")
     return error
-
-
-class GroupExecutor:
-    """Calls one service of a group."""
-
-    def __init__(self, group: RankGroup, service: str) -> None:
-        self._group = group
-        self._service = service
-        self.generation = group.generation
-
-    async def call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> Reply[T]:
-        group = self._group
-        if group.generation != self.generation:
-            raise RoleLostError(
-                self._service,
-                f"the process of the {group.name} was replaced, and the {self._service} in it; "
-                "start it again",
-                "replaced-with-another",
-            )
-        try:
-            reply: Reply[T] = await group.worker.run(
-                partial(group.ask, self._service, method, *args)
-            )
-        except RankError as error:
-            if not group.replaceable:
-                raise
-            raise self._lost(error) from error
-        return reply
-
-    async def restart(self) -> None:
-        try:
-            await self._group.restart(self.generation)
-        except RankError as error:
-            raise self._lost(error) from error
-        self.generation = self._group.generation
-
-    def shares_ranks(self, other: Executor) -> bool:
-        return isinstance(other, GroupExecutor) and self._group is other._group
-
-    @property
-    def facts(self) -> Sequence[Facts]:
-        return self._group.facts
-
-    def ask(self, method: Method[*Ts, T], *args: *Ts) -> T:
-        answer: T = self._group.ask(self._service, method, *args)
-        return answer
-
-    def aside_on_all(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float) -> list[T]:
-        call = self._service, method.__name__, args
-
-        def ask(rank: int) -> T:
-            answer: T = self._group.aside(rank, RankServices.aside, *call, timeout_s=timeout_s)
-            return answer
-
-        size = len(self.facts)
-        with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(ask, range(size)))
-
-    def _lost(self, error: RankError) -> RoleLostError:
-        lost = RoleLostError(self._service, str(error), error.code)
-        for note in getattr(error, "__notes__", ()):
-            lost.add_note(note)
-        return lost
