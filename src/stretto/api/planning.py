@@ -14,9 +14,10 @@ from tyro.conf import arg
 
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
-from stretto.bounds import checked, kinds
+from stretto.bounds import ceil_div, checked, kinds
 from stretto.checks.user_functions import check_algorithm
 from stretto.config import Config, ScheduleConfig, changes, recipes
+from stretto.config.capabilities import runtime_for
 from stretto.config.sections import (
     Gpus,
     Minutes,
@@ -220,7 +221,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
             processes.append({"roles": roles, "tp": layout.scorer.tensor})
     hosted = scorers and layout.sharing == "generators"
     return {
-        "runtime": "local" if layout.gpus <= spec.hardware.links.gpus_per_node else "ray",
+        "runtime": runtime_for(ceil_div(layout.gpus, spec.hardware.links.gpus_per_node)),
         **data,
         "rollout": {"engines": generators, "slots": slots},
         "cluster": {"scorers": "generators" if hosted else "auto", "processes": processes},

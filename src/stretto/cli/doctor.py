@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from stretto import files
+from stretto.config.capabilities import ENGINES
 from stretto.errors import PROJECT, extras, is_installed, plain, requirements
 from stretto.machine import usable_cores
 from stretto.observe.progress import on_stderr
@@ -30,7 +31,7 @@ _EXTRAS = {
     "tasks": "task.kind = 'reasoning-gym'",
     "pipelines": "fused pipelines",
     "ray": "ranks on several machines",
-    "vllm": "rollout.engine = 'vllm'",
+    **{kind.library: f"rollout.engine = '{n}'" for n, kind in ENGINES.items() if kind.library},
     "tensorboard": "observe.trackers tensorboard",
     "wandb": "observe.trackers wandb",
     "prometheus": "observe.prometheus_port",
@@ -185,9 +186,10 @@ def _models() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
+    engine_libraries = {kind.library for kind in ENGINES.values()}
     for extra in extras():
-        if extra == "vllm" and is_installed(extra):
-            continue  # its build for CPUs has another name
+        if extra in engine_libraries and is_installed(extra):
+            continue  # its build for CPUs may have another name
         specs = requirements(extra)
         packages = [_package(requirement, "note") for requirement in specs]
         if faults := [package for package in packages if package.state != "ok"]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Self
+
+from pydantic import Field
 
 from stretto.bounds import ceil_div
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
-from stretto.config.capabilities import ENVIRONMENT, RUNTIMES, RuntimeKind
+from stretto.config.capabilities import ENVIRONMENT, RUNTIMES, RuntimeKind, RuntimeName
 from stretto.config.cluster_config import LEARNER, ClusterConfig
 from stretto.config.environment import EnvironmentConfig
 from stretto.config.knobs import ScheduleConfig
@@ -45,9 +47,13 @@ class Config(Section):
     """Folder in which the run gets its own folder."""
     threads: WorkersOrAuto = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
-    runtime: Literal["inline", "local", "ray"] = "inline"
-    """Place of the roles. inline: threads of this process. local: processes on this machine. ray:
-    processes on a Ray cluster. The section cluster determines which roles share one."""
+    runtime: RuntimeName = Field(
+        default="inline",
+        description=(
+            f"Place of the roles. {' '.join(f'{n}: {kind.help}' for n, kind in RUNTIMES.items())} "
+            "The section cluster determines which roles share one."
+        ),
+    )
     warmup_examples: RowsOrNone = 0
     """Supervised examples trained on before RL, made from the task's own answers (for models from
     scratch)."""

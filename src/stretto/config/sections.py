@@ -415,17 +415,16 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation by the actor."""
 
-    engine: Literal["auto", EngineName] = "auto"
-    """Engine. torch: Stretto's own. vllm: vLLM, in separate processes (runtime = 'local' or 'ray').
-    auto: vllm if there are GPUs, such processes and vLLM, else torch."""
-    engine_args: dict[str, JsonValue] = {}
-    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without CUDA graphs);
-    speculative_tokens (0: maximum of tokens proposed per row and step when few rows are left; a
-    step keeps those that it would have sampled anyway, and their share sets the number),
-    speculative_rows (8: up to how many rows) and speculative_model (a smaller model with the same
-    tokenizer, by folder or hub name, that proposes them; without one they come from texts of the
-    same prompt). vllm: vLLM's own engine arguments, for example gpu_memory_utilization (default on
-    a GPU with other roles: the memory that these leave by the memory plan)."""
+    engine: Literal["auto", EngineName] = Field(
+        default="auto",
+        description=" ".join(["Engine.", *(f"{n}: {kind.help}" for n, kind in ENGINES.items())]),
+    )
+    engine_args: dict[str, JsonValue] = Field(
+        default={},
+        description=" ".join(
+            ["Arguments of the engine.", *(f"{n}: {kind.arguments}" for n, kind in ENGINES.items())]
+        ),
+    )
     batch: Rows = 32
     """Responses per step."""
     samples_per_prompt: Rows = 1

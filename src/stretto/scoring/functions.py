@@ -19,6 +19,7 @@ import numpy as np
 
 from stretto import outside
 from stretto.config import TaskConfig
+from stretto.config.capabilities import FUNCTION, SOURCES
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.plain import form
@@ -257,10 +258,10 @@ def locate(source: RewardSource) -> dict[str, str]:
         check_url(source.name)
         return {"url": source.name}
     if not source.kind.place:
+        examples = [e for kind in (FUNCTION, *SOURCES.values()) for e in kind.examples]
         raise ConfigError(
-            f"reward.sources: '{source.name}' is none of 'task', 'file.py:name', "
-            "'package.module:name', 'http://127.0.0.1:PORT/...', 'model:NAME' and "
-            "'scorer:file.py:name'",
+            f"reward.sources: '{source.name}' is none of {', '.join(map(repr, examples[:-1]))} and "
+            f"'{examples[-1]}'",
             "unknown-source",
         )
     return outside.locate(source.name, "reward.sources")
