@@ -163,7 +163,7 @@ NOT_CORE = {
     "pipelines",
     "training.pipelined",
     "training.planner",
-    "training.stages",
+    "training.stage_trainer",
     "rollout.vllm",
     "serving.app",
     "serving.connections",

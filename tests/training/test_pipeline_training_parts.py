@@ -33,6 +33,7 @@ from stretto.training.losses import MicroBatch, copied_at_once
 from stretto.training.pipelined import Planner
 from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
+from stretto.workers.rank import GroupSpec
 from stretto.workers.threads import WorkerThread
 
 RATES: Any = dict.fromkeys(("actor", "critic"), LearningRate(1e-3, 10))
@@ -239,10 +240,10 @@ def test_ranks_share_the_threads_of_training(monkeypatch: pytest.MonkeyPatch) ->
     class StartedError(Exception):
         pass
 
-    def started(*_: Any, threads: int, **__: Any) -> None:
-        raise StartedError(threads)
+    def started(spec: GroupSpec, *_: Any, **__: Any) -> None:
+        raise StartedError(spec.threads)
 
-    monkeypatch.setattr(pipelined, "Ranks", started)
+    monkeypatch.setattr(pipelined, "RankGroup", started)
     config = Config.model_validate({"pipeline": {"ranks": 2}, "threads": 64})
     for threads, each in ((1, 1), (6, 3), (7, 3)):
         with pytest.raises(StartedError) as caught:

@@ -258,7 +258,7 @@ def locate(source: RewardSource) -> dict[str, str]:
         check_url(source.name)
         return {"url": source.name}
     if not source.kind.place:
-        examples = [e for kind in (FUNCTION, *SOURCES.values()) for e in kind.examples]
+        examples = [e for kind in (*SOURCES.values(), FUNCTION) for e in kind.examples]
         raise ConfigError(
             f"reward.sources: '{source.name}' is none of {', '.join(map(repr, examples[:-1]))} and "
             f"'{examples[-1]}'",
