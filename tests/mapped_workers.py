@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.config import Config, ModelConfig, OptimizerConfig
+from stretto.models import layer_shards
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
@@ -50,14 +51,14 @@ class MappedRank:
         model = load(folder, dtype, kind, in_files=True)
         seen = [held_bytes() - before]
         with pytest.MonkeyPatch.context() as patch:
-            share_out = sharded.fully_shard
+            share_out = layer_shards.fully_shard
 
             def watched(*args: Any, **kwargs: Any) -> None:
                 seen.append(held_bytes() - before)
                 share_out(*args, **kwargs)
                 seen.append(held_bytes() - before)
 
-            patch.setattr(sharded, "fully_shard", watched)
+            patch.setattr(layer_shards, "fully_shard", watched)
             shards = ShardedModel(model, self._grid, LearningRate(1e-3, 1), OptimizerConfig())
         own = sum(shards.shard(name).nbytes for name in shards.wholes)
         held = held_bytes() - before
@@ -80,7 +81,7 @@ class MappedRank:
             raise InterruptedError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded, "fully_shard", look)
+            patch.setattr(layer_shards, "fully_shard", look)
             patch.setattr(role_services, "cut_linears", look)
             with pytest.raises(InterruptedError):
                 make()

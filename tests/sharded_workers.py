@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from helpers import VOCABULARY, critic_of, llama
@@ -22,12 +23,14 @@ from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
+from stretto.scoring.base_scorer import ModelScorer
+from stretto.scoring.model_scorers import RewardModelScorer, reference_scorer
 from stretto.training import shard_files, sharded
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
 from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
 from stretto.training.trained import LearningRate
-from stretto.types import Response, TrainBatch
+from stretto.types import Response, Score, TrainBatch
 
 UPDATES = 10
 
@@ -87,6 +90,21 @@ def first_gradients(learner: PolicyLearner, before: str, batch: TrainBatch) -> d
     return found
 
 
+def scorers_of(budget: int) -> list[ModelScorer]:
+    """A reference and a reward model, the same on each rank."""
+    actor, classifier = models("plain")
+    tokenizer = byte_tokenizer()
+    return [
+        reference_scorer(actor.float(), 0.7, budget),
+        RewardModelScorer("rm", classifier.float(), tokenizer, tokenizer, budget),
+    ]
+
+
+def scored(scorer: ModelScorer, responses: Sequence[Response]) -> list[Score]:
+    scorer.admit(responses)
+    return scorer.finish([response.id for response in responses])
+
+
 class ShardedRank:
     """A rank that makes one learner after the other."""
 
@@ -117,6 +135,21 @@ class ShardedRank:
             config,
             {"task": 1.0, "environment": 0.5},
         )
+
+    def score(
+        self, responses: Sequence[Response], budget: int
+    ) -> tuple[list[list[Score]], int, int]:
+        """Score by a reference and a reward model in shards. Return the scores, the tokens that
+        were read, and the bytes of weights here.
+        """
+        scorers = scorers_of(budget)
+        for scorer in scorers:
+            scorer.shard("cpu")
+        scores = [scored(scorer, responses) for scorer in scorers]
+        weights = [weight for scorer in scorers for weight in scorer.model.parameters()]
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        held = sum(weight.to_local().nbytes for weight in weights)  # type: ignore[attr-defined]
+        return scores, sum(scorer.read_tokens for scorer in scorers), held
 
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]

@@ -97,7 +97,8 @@ def test_shards_and_slices_hold_their_parts() -> None:
     assert held["learner's states"] == round(16 * slices / 2) + round(16 * (slices + 8) / 2)
     assert held["communicators"] == 2 * COMMUNICATOR  # of its shards, and of its slices
     assert held["published weights"] == 0  # who follows reads the shards
-    assert held["reference's weights"] == 4 * (2 * LAYER / 4 + ROOT)
+    assert held["critic's weights"] == 4 * (2 * LAYER / 4 + ROOT + 8)  # as it follows the learner
+    assert held["reference's weights"] == 4 * (2 * LAYER + ROOT) / 4  # four do not divide two heads
 
 
 @pytest.mark.parametrize(("width", "lag", "copies"), [(2, 0, 2), (4, 1, 3)])
@@ -343,6 +344,19 @@ def test_models_trained_side_by_side_have_passes_at_the_same_time() -> None:
         passes[len(models), side_by_side] = counted.work["training"].total()
     assert passes[2, False] == passes[1, False] > 0
     assert passes[2, True] == 2 * passes[1, False]
+
+
+def test_scorers_that_heads_do_not_divide_are_counted_as_shards() -> None:
+    """All their weights are divided, and two layers and the root gathered for a pass."""
+    ranks = 3 * SHAPE.heads
+    counted = DeviceMemory(width=2)
+    counted.put_inference("the reference's weights", SHAPE, ranks, 10)
+    assert counted.held["the reference's weights"] == round(2 * SHAPE.parameters / ranks)
+    gathered = 2 * (2 * SHAPE.layer_parameters + SHAPE.root_parameters)
+    assert counted.work["scoring"]["gathered"] == gathered
+    sliced = DeviceMemory(width=2)
+    sliced.put_inference("the reference's weights", SHAPE, 1, 10)
+    assert counted.work["scoring"]["activations"] == sliced.work["scoring"]["activations"]
 
 
 def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:

@@ -177,6 +177,8 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
         ),
         pytest.param({("learner",): (1, 2)}, torch.bfloat16, RLOO, marks=pytest.mark.slow),
         ({("learner", "generator", "reference", "critic"): (2, 1)}, torch.bfloat16, {}),
+        # Three ranks do not divide four heads, so the reference is sharded.
+        ({("learner", "reference"): (3, 1)}, torch.bfloat16, {"schedule": {"preset": "oppo"}}),
         pytest.param(
             {("learner", "generator"): (1, 2), ("reference", "critic"): (1, 2)},
             torch.float32,

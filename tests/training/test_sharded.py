@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,13 +18,13 @@ from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
 from learner_helpers import SHAPES, algorithm_settings, make_batch
 from rounding import GRADIENT_TERMS, rounding
-from sharded_workers import UPDATES, ShardedRank, first_gradients, models
+from sharded_workers import UPDATES, ShardedRank, first_gradients, models, scored, scorers_of
 from stretto.config.algorithm import ALGORITHMS
 from stretto.schedules.rollout import train_batch
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.shard_files import in_memory
-from stretto.types import TrainBatch
+from stretto.types import FinishReason, TrainBatch
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec
 
@@ -421,3 +422,26 @@ def test_all_ranks_refuse_an_infinite_gradient_and_keep_their_weights(two: RankG
     one, other = two.call(ShardedRank.refused, batch)
     assert one == other != ""
     assert two.call(ShardedRank.weights)[0][1] == marks
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_ranks_share_the_passes_of_scorers_in_shards(
+    three: RankGroup, count: int, budget: int
+) -> None:
+    """Fewer responses than ranks, as many passes, and many more."""
+    lengths = [(3, 2 + i) for i in range(count)]
+    rollouts = make_rollouts(*models("plain"), lengths)
+    responses = [replace(r.response(), finish=FinishReason.STOP) for r in rollouts]
+    scorers = scorers_of(budget)
+    expected = [scored(scorer, responses) for scorer in scorers]
+    whole = sum(p.nbytes for scorer in scorers for p in scorer.model.parameters())
+    outcomes = three.call(ShardedRank.score, responses, budget)
+    assert sum(held for _, _, held in outcomes) == whole
+    for by_scorer, read, held in outcomes:
+        assert read == sum(scorer.read_tokens for scorer in scorers)
+        assert held < 0.6 * whole  # three ranks, and matrices of few rows
+        for scores, wanted in zip(by_scorer, expected, strict=True):
+            for score, want in zip(scores, wanted, strict=True):
+                assert (score.rollout_id, score.failure) == (want.rollout_id, None)
+                np.testing.assert_allclose(score.values, want.values, rtol=LEARNED, atol=LEARNED)

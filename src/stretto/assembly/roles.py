@@ -309,14 +309,22 @@ class RoleFactory:
                 reward.require_room(prompts)
 
     def model_scorers(
-        self, reference: nn.Module | None, critic: nn.Module | None, channel: WeightChannel | None
+        self,
+        reference: nn.Module | None,
+        critic: nn.Module | None,
+        channel: WeightChannel | None,
+        *,
+        streams: bool = True,
     ) -> list[ModelScorer]:
-        """Build the scorers of reference and critic. The channel delivers weights to the critic."""
+        """Build the scorers of reference and critic. The channel delivers weights to the critic.
+        ``streams``: whether the reference may.
+        """
         budget = self._budget
         say = self._say
         scorers = list[ModelScorer]()
         if reference is not None:
-            slots, temperature = self.scorer_slots(reference), self.config.rollout.temperature
+            slots = self.scorer_slots(reference) if streams else 0
+            temperature = self.config.rollout.temperature
             scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
         if critic is not None:
             slots = self.scorer_slots(critic)

@@ -44,8 +44,9 @@ class ProcessConfig(Section):
     and share the passes."""
     tp: Workers = 1
     """Slices into which linear layers are split (tensor parallelism). One rank holds a slice; in a
-    learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices. Each
-    number must divide the model's numbers of heads."""
+    learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices,
+    which must divide the model's numbers of heads. If they do not, a reference or reward model is
+    sharded instead."""
     python: str = ""
     """Python interpreter of these processes, for example .venv-vllm/bin/python, if their libraries
     need other versions. The same version of Stretto must be installed there."""

@@ -9,7 +9,7 @@ where sequences end, they are laid end to end instead, and nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -115,6 +115,15 @@ def output_head(model: nn.Module) -> OutputHead:
         "Choose a model with a plain, scaled or soft-capped linear head",
         "no-linear-head",
     )
+
+
+def head_reader(model: nn.Module) -> Callable[[], OutputHead]:
+    """Return a function that reads :func:`output_head` with the weights of the moment, such as
+    gathered shards. The head is checked once.
+    """
+    template = replace(output_head(model), weight=torch.empty(0, 0), bias=None)
+    linear = unwrapped(model).get_output_embeddings()
+    return lambda: replace(template, weight=linear.weight, bias=getattr(linear, "bias", None))
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -88,6 +88,10 @@ class Shape:
     def parameters(self) -> float:
         return self.layers * self.layer_parameters + self.root_parameters
 
+    def cuts_into(self, slices: int) -> bool:
+        """Whether tensor parallelism can divide the heads."""
+        return self.heads % slices == self.kv_heads % slices == 0
+
     def held(self, tensor: int) -> float:
         """Parameters on each of ``tensor`` devices. Layers count as divided, even their norms."""
         return self.layers * self.layer_parameters / tensor + self.root_parameters

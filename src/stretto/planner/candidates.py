@@ -200,7 +200,7 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
         return [
             Mesh(devices // (t * p), t, p)
             for t in range(1, node + 1)
-            if all(shape.heads % t == shape.kv_heads % t == 0 for shape in shapes[role])
+            if all(shape.cuts_into(t) for shape in shapes[role])
             and (node % t == 0 or gpus <= node)  # none spans two nodes
             for p in stages
             if devices % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])

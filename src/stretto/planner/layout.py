@@ -130,7 +130,7 @@ class Layout:
             if mesh.stages > shape.layers:
                 subject = f"{mesh.stages} pipeline stages of a model with {shape.layers} layers"
                 raise ConfigError(f"{subject}: give each stage one or more", "too-many-stages")
-            if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
+            if not shape.cuts_into(mesh.tensor):
                 heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
                 problem = f"tensor parallelism {mesh.tensor} does not divide {heads}"
                 raise ConfigError(problem, "heads-not-divided")

@@ -273,6 +273,10 @@ class DeviceMemory:
         """
         frozen = reads == "all" or (reads == "frozen" and self.adapters is not None)
         weights = 0 if frozen else weight_bytes(shape, tensor, self.width)
+        if rows is None and learner is None and not shape.cuts_into(tensor):
+            weights = 0 if frozen else self.width * shape.parameters / tensor
+            self.put("gathered", gathered_bytes(shape, Mesh(tensor), gradients=False), "scoring")
+            tensor = 1  # its passes have full layers
         if learner or reads == "frozen":
             weights += SINGLE * self.adapter_parameters
         if learner:

@@ -24,7 +24,7 @@ from stretto.assembly.run_models import (
     with_adapters,
 )
 from stretto.config.sections import reward_source
-from stretto.errors import EngineError
+from stretto.errors import EngineError, ModelError
 from stretto.models.backend import pick_device
 from stretto.models.lora import starting_policy, trained_names
 from stretto.models.mapped import take
@@ -331,8 +331,13 @@ def reference(setup: RoleSetup) -> ScorerService:
     owns_model = model is not adapted
     if overrides.reference is None and starts_adapted(config.model, overrides.actor):
         model = starting_policy(model)
-    (scorer,) = RoleFactory(config, notes.append).model_scorers(cut(model, setup), None, None)
-    offloaded = setup.offloaded("reference", scorer.model.parameters) if owns_model else None
+    shards = not _is_cut(model, setup, "reference", notes)
+    factory = RoleFactory(config, notes.append)
+    (scorer,) = factory.model_scorers(model, None, None, streams=not shards)
+    if shards:
+        scorer.shard(pick_device(config.model.device).type)
+    in_turns = owns_model and not shards
+    offloaded = setup.offloaded("reference", scorer.model.parameters) if in_turns else None
     return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
 
 
@@ -359,12 +364,14 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     model = (config if source in overrides.reward_models else loading_setup.config).model
     loaded = load_reward(reward_source(source), model, loading_setup.overrides, notes.append)
     assert loaded is not None
-    cut(loaded[0], setup)
+    shards = not _is_cut(loaded[0], setup, source, notes)
     factory = RoleFactory(config, notes.append)
-    slots = factory.scorer_slots(loaded[0])
+    slots = 0 if shards else factory.scorer_slots(loaded[0])
     scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots)
     factory.check_rewards([scorer], prompts)
-    offloaded = setup.offloaded(source, scorer.model.parameters)
+    if shards:
+        scorer.shard(pick_device(config.model.device).type)
+    offloaded = None if shards else setup.offloaded(source, scorer.model.parameters)
     return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
 
 
@@ -409,6 +416,22 @@ def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
 def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:
     trained, wholes = trained_names(model), full_parameters(model, plan_cuts(model, tp).dims)
     return {name: parameter for name, parameter in wholes.items() if name in trained}
+
+
+def _is_cut(model: nn.Module, setup: RoleSetup, name: str, notes: list[str]) -> bool:
+    """Cut a frozen model into slices if there are several ranks, unless they do not divide it."""
+    try:
+        cut(model, setup)
+    except ModelError as error:
+        if error.code not in ("tp-divides", "no-tp-plan"):
+            raise
+        reason = str(error).partition("; ")[0]
+        notes.append(
+            f"'{name}' is sharded over {dist.get_world_size()} ranks, and scores responses at "
+            f"their end, because it cannot be sliced: {reason}"
+        )
+        return False
+    return True
 
 
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:

@@ -15,12 +15,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stretto.bounds import ceil_div
 from stretto.errors import EngineError, ModelError, first_line, is_out_of_memory
 from stretto.models.cached import CachedPass, SlotCache, check_cache
 from stretto.models.forward import by_token_budget, following_frequencies, predicting
+from stretto.models.layer_shards import FrozenShards
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
@@ -76,7 +79,14 @@ class ModelScorer(ResponseScorer):
         self._channel = channel
         self._failures: dict[int, str] = {}
         self._said_full = False
+        self._shards: FrozenShards | None = None
         self._rows = self._open_rows(slots) if slots else None
+
+    def shard(self, device_type: str) -> None:
+        """Shard the model in place over all ranks, which then share the passes. It must be frozen,
+        and the scorer must have no slots.
+        """
+        self._shards = FrozenShards(self.model, device_type)
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +131,11 @@ class ModelScorer(ResponseScorer):
             self._rows.close(rollout_ids)
         for part, scores in self._score(unstreamed):
             numbers |= {r.id: s for r, s in zip(part, scores, strict=True)}
-        outputs = [numbers.get(r.id, torch.empty(0)).float().cpu().numpy() for r in responses]
+        arrays = {i: tensor.float().cpu().numpy() for i, tensor in numbers.items()}
+        if self._shards:
+            arrays = self._shards.merged(arrays)
+        nothing = np.empty(0, np.float32)
+        outputs = [arrays.get(r.id, nothing) for r in responses]
         return [
             Score(r.id, self.name, self.kind, values, self._failures.pop(r.id, None))
             for r, values in zip(responses, outputs, strict=True)
@@ -186,6 +200,16 @@ class ModelScorer(ResponseScorer):
         row.tokens += response.tokens[before - prompt :].tolist()
         row.predicting += predicting(sampled_of(response)[before - prompt :], before)
         row.goal = len(row.tokens) - 1
+
+    def _passes(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Divide sequences into this rank's passes within the budget. Returns their indices."""
+        if self._shards is None:
+            return by_token_budget(lengths, self._budget)
+        per_rank = ceil_div(sum(lengths), self._shards.ranks)  # so that all ranks have a pass
+        return self._shards.share(by_token_budget(lengths, min(self._budget, per_rank)))
+
+    def _compute(self, work: Callable[[], Tensor]) -> Tensor:
+        return self._shards.compute(work) if self._shards else work()
 
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
         raise NotImplementedError

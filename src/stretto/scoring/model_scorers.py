@@ -7,6 +7,7 @@ per row of a streamed pass, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -15,10 +16,8 @@ from torch import Tensor, nn
 
 from stretto.errors import ModelError
 from stretto.models.forward import (
-    by_token_budget,
+    head_reader,
     last_hidden,
-    microbatches,
-    output_head,
     pad_right,
     positions,
     response_hidden,
@@ -70,12 +69,15 @@ class TokenScorer(ModelScorer):
             span.row.numbers.append(part)
 
     def _score(self, responses: Sequence[Response]) -> Scored:
-        for indices in microbatches(responses, self._budget):
+        self.read_tokens += sum(r.total_tokens - 1 for r in responses)
+        for indices in self._passes([r.total_tokens for r in responses]):
             part = [responses[i] for i in indices]
-            self.read_tokens += sum(r.total_tokens - 1 for r in part)
-            hidden = response_hidden(self.model, part)
-            numbers = self._read(hidden, response_tokens(part, hidden.device))
+            numbers = self._compute(partial(self._numbers, part))
             yield part, numbers.split([int(sampled_of(r).sum()) for r in part])
+
+    def _numbers(self, responses: Sequence[Response]) -> Tensor:
+        hidden = response_hidden(self.model, responses)
+        return self._read(hidden, response_tokens(responses, hidden.device))
 
 
 def reference_scorer(
@@ -90,10 +92,10 @@ def reference_scorer(
     if hasattr(model, "peft_config"):
         adapted: Any = with_own_structure(model)
         model = cast(nn.Module, adapted.unload())
-    head = output_head(model)
+    head = head_reader(model)
 
     def read(hidden: Tensor, tokens: Tensor) -> Tensor:
-        return token_logprobs(head, hidden, tokens, temperature)[0]
+        return token_logprobs(head(), hidden, tokens, temperature)[0]
 
     return TokenScorer(read, "reference", "logprobs", model, token_budget, **options)
 
@@ -233,9 +235,9 @@ class RewardModelScorer(ModelScorer):
         pairs = [(r, row) for r, row in pairs if self._fits(r, row)]
         responses, rows = [r for r, _ in pairs], [row for _, row in pairs]
         self.read_tokens += sum(map(len, rows))
-        for indices in by_token_budget([len(row) for row in rows], self._budget):
-            part = [rows[i] for i in indices]
-            yield [responses[i] for i in indices], list(self._read(part)[:, None])
+        for indices in self._passes([len(row) for row in rows]):
+            scores = self._compute(partial(self._read, [rows[i] for i in indices]))
+            yield [responses[i] for i in indices], list(scores[:, None])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
         if self._causal:

@@ -18,7 +18,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.algorithms.reductions import Metrics
@@ -36,10 +35,11 @@ from stretto.bounds import ceil_div
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
 from stretto.models.backend import backend_of
-from stretto.models.forward import by_token_budget, decoder_layers, output_head, unwrapped
+from stretto.models.forward import by_token_budget, decoder_layers, head_reader, unwrapped
+from stretto.models.layer_shards import Root, shard
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead
-from stretto.models.mapped import final, final_dtype
+from stretto.models.mapped import final_dtype
 from stretto.models.shards import FullParameter, ShardLayout, TensorShard, index, shape
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
@@ -60,19 +60,6 @@ SPARE = 1.5
 """Reduce gradients once per mini-batch if memory for this multiple of a slice's is spare. It
 exceeds 1 because allocators leave gaps, and later passes may be somewhat larger.
 """
-
-_NO_WEIGHT = torch.empty(0, 0)
-
-
-class _Root(nn.Module):
-    """The module that FSDP treats as the model, so that its forward pass can run anything."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, compute: Callable[[], T]) -> T:
-        return compute()
 
 
 class ShardedModel(TrainedModel):
@@ -102,11 +89,11 @@ class ShardedModel(TrainedModel):
     ) -> None:
         self.grid = grid
         self._lends = lends
-        self._root = _Root(model)
+        self._root = Root(model)
         self._dtype = final_dtype(next(model.parameters()))
-        self._template = OutputHead(_NO_WEIGHT)  # a language model's output layer, without weights
+        self._head: Callable[[], OutputHead] | None = None
         if unwrapped(model).get_output_embeddings() is not None:
-            self._template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
+            self._head = head_reader(model)
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
         self.wholes = full_parameters(model, cuts.dims)
@@ -115,7 +102,7 @@ class ShardedModel(TrainedModel):
         for module in (*decoder_layers(model), self._root):
             if grid.slices:
                 cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
-            self._share_out(module)
+            shard(module, grid.mesh, self._dtype)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # gloo's averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
@@ -127,27 +114,6 @@ class ShardedModel(TrainedModel):
         self._gate.agree = self._all_agree
         self._updates = 0
         self._reduces_once: bool | None = None  # unknown before the first update
-
-    def _share_out(self, module: nn.Module) -> None:
-        """Keep this rank's rows of a module's parameters, except those already sharded."""
-        before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
-        # For example adapters, which compute in float32 in a model that does not.
-        weights = [p for p in module.parameters() if id(p) not in before]
-        unsharded = {p for p in weights if final_dtype(p) != self._dtype}
-        for parameter in unsharded:  # FSDP does not move these
-            parameter.data = final(parameter).to(self.grid.mesh.device_type)
-        wide = torch.promote_types(self._dtype, torch.float32)
-        narrow = self._dtype if self._dtype != wide else None
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
-        fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=unsharded)
-
-        def converted(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor) or id(tensor) in before:
-                return tensor
-            shard = tensor.to(self._dtype)  # rounds the float32 of files
-            return shard.to(wide) if tensor.requires_grad else shard
-
-        module._apply(converted)  # like module.to(), tensor by tensor
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
         if isinstance(weight, DTensor):
@@ -182,8 +148,8 @@ class ShardedModel(TrainedModel):
 
     @property
     def head(self) -> OutputHead:
-        linear = unwrapped(self.model).get_output_embeddings()
-        return replace(self._template, weight=linear.weight, bias=getattr(linear, "bias", None))
+        assert self._head  # a language model's
+        return self._head()
 
     @property
     def dtype(self) -> torch.dtype:
