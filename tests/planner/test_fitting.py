@@ -350,7 +350,7 @@ def test_scorers_that_heads_do_not_divide_are_counted_as_shards() -> None:
     """All their weights are divided, and two layers and the root gathered for a pass."""
     ranks = 3 * SHAPE.heads
     counted = DeviceMemory(width=2)
-    counted.put_inference("the reference's weights", SHAPE, ranks, 10)
+    counted.put_inference("the reference's weights", SHAPE, ranks, 10, rests=True)  # in vain
     assert counted.held["the reference's weights"] == round(2 * SHAPE.parameters / ranks)
     gathered = 2 * (2 * SHAPE.layer_parameters + SHAPE.root_parameters)
     assert counted.work["scoring"]["gathered"] == gathered

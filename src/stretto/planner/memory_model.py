@@ -277,6 +277,7 @@ class DeviceMemory:
             weights = 0 if frozen else self.width * shape.parameters / tensor
             self.put("gathered", gathered_bytes(shape, Mesh(tensor), gradients=False), "scoring")
             tensor = 1  # its passes have full layers
+            rests = False  # FSDP keeps shards on the device
         if learner or reads == "frozen":
             weights += SINGLE * self.adapter_parameters
         if learner:
