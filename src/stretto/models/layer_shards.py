@@ -28,6 +28,13 @@ class Root(nn.Module):
     def forward(self, compute: Callable[[], T]) -> T:
         return compute()
 
+    def run(self, compute: Callable[[], T]) -> T:
+        """Run passes with gathered weights."""
+        result: T = self(compute)
+        if not torch.is_grad_enabled():  # else the backward pass does this
+            cast(FSDPModule, self).reshard()
+        return result
+
 
 def shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Keep this rank's rows of a module's parameters, except those already sharded. Passes compute
@@ -70,9 +77,7 @@ class FrozenShards:
     @torch.no_grad()
     def compute(self, work: Callable[[], T]) -> T:
         """Run passes with gathered weights."""
-        result: T = self._root(work)
-        cast(FSDPModule, self._root).reshard()
-        return result
+        return self._root.run(work)
 
     def share(self, passes: Sequence[T]) -> list[T]:
         """Return this rank's passes, as many as on all ranks: some ranks repeat the first one."""

@@ -126,10 +126,7 @@ class ShardedModel(TrainedModel):
     # -- passes ----------------------------------------------------------------------------------
 
     def compute(self, work: Callable[[], T]) -> T:
-        result: T = self._root(work)
-        if not torch.is_grad_enabled():  # else the backward pass does this
-            cast(FSDPModule, self._root).reshard()
-        return result
+        return self._root.run(work)
 
     def before_pass(self, *, last: bool) -> None:
         # FSDP accumulates the gradients of passes that it does not reduce in float32.
