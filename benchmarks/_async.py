@@ -13,7 +13,7 @@ from stretto.config import ScheduleConfig
 from stretto.models.shapes import shape_of
 from stretto.planner.candidates import Candidate, PlanSpec, cluster_of
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -194,7 +194,7 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
         task.gpu, Efficiency(training=assumed.training, prefill=1.25 * assumed.training)
     )
     others = Mesh(task.gpus - 1)
-    plan = Candidate(Layout(others, Mesh(1), others, "learner"), "sync", ScheduleConfig())
+    plan = Candidate(RunLayout(others, Mesh(1), others, "learner"), "sync", ScheduleConfig())
     found = cluster_of(replace(spec, hardware=slower), plan)
     # Rows take memory as they grow, as vLLM's do: no slots are kept at full length.
     generators = cluster_of(spec, plan).generators

@@ -15,8 +15,8 @@ from stretto.models.shapes import Shape
 from stretto.planner import formulas, memory_model
 from stretto.planner.formulas import CHECKPOINTED, FORWARD, TRAINED
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.memory_model import HALF, SYNC
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 
 TOKEN = 8
 """Bytes of a token on its way to a scorer: its id and its log-probability."""
@@ -91,7 +91,7 @@ class Estimate:
         usable_bytes: of a GPU.
     """
 
-    layout: Layout
+    layout: RunLayout
     generation: Phase
     scoring: Phase
     training: Phase
@@ -143,7 +143,7 @@ class Estimate:
 
 
 def estimate(
-    models: ModelShapes, layout: Layout, workload: StepSizes, hardware: Hardware
+    models: ModelShapes, layout: RunLayout, workload: StepSizes, hardware: Hardware
 ) -> Estimate:
     """Estimate a step.
 
@@ -178,7 +178,7 @@ class _Maker:
     """Makes the phases of an estimate."""
 
     models: ModelShapes
-    layout: Layout
+    layout: RunLayout
     workload: StepSizes
     hardware: Hardware
     held: dict[str, memory_model.Parts]

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from stretto.layout import Layout
 from stretto.models.load import architecture
-from stretto.models.shards import FullParameter, ShardLayout, index, shape
+from stretto.models.shards import FullParameter, index, shape
 from stretto.models.tensor_parallel import full_parameters, plan_cuts
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
@@ -40,7 +41,7 @@ class Rank:
     def __init__(self, rank: int, name: str, bucket_mb: int) -> None:
         self._size = dist.get_world_size()
         self._wholes = wholes_named(name, self._size)
-        shards, slices = ShardLayout(fsdp=self._size), ShardLayout(tp=self._size)
+        shards, slices = Layout(fsdp=self._size), Layout(tp=self._size)
         self._sender = WeightSender(torch.device("cpu"), bucket_mb << 20, keep=1)
         self._channel = Resharding(
             self._sender, self._wholes, shards, slices, bucket_mb << 20, torch.device("cpu")

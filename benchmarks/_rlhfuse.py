@@ -26,7 +26,7 @@ from stretto.planner.formulas import (
     train_cost,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Mesh
+from stretto.planner.run_layout import Mesh
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import Efficiency, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform

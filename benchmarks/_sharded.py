@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.config import AlgorithmConfig, Config
+from stretto.layout import Layout
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
-from stretto.models.shards import ShardLayout
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.backprop import LocalBackprop
 from stretto.training.learner import PolicyLearner
@@ -96,7 +96,7 @@ class Side:
 
     def __init__(self, rank: int, folder: Path, tp: int = 1) -> None:
         self._folder, self._ranks = folder, dist.get_world_size()
-        layout = ShardLayout(self._ranks // tp, tp)
+        layout = Layout(fsdp=self._ranks // tp, tp=tp)
         self._grid = Grid("cpu", layout) if self._ranks > 1 else None
 
     def learn(

@@ -32,7 +32,7 @@ from scaling import apart, preference, table
 from stretto.models.shapes import LLAMAS
 from stretto.planner import memory_model
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import ModelShapes
+from stretto.planner.run_layout import ModelShapes
 
 GPU_COUNT = 1024
 WORKLOAD = StepSizes(responses=2048, prompt_tokens=512, response_tokens=1024)

@@ -44,8 +44,8 @@ from stretto import api
 from stretto.assembly.run_models import Overrides
 from stretto.config import PRESETS, Config, OptimizerConfig, RolloutConfig
 from stretto.errors import first_line, is_installed
+from stretto.layout import Layout
 from stretto.models.shapes import known_config
-from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import NoProgress
 from stretto.planner import fitting
@@ -269,7 +269,7 @@ def sharded(bench: Bench) -> Iterator[Row]:
         trained: TrainedModel = TrainedModel(model, rate, config)
         if shards:
             trained.close()
-            trained = ShardedModel(model, Grid(bench.device.type, ShardLayout()), rate, config)
+            trained = ShardedModel(model, Grid(bench.device.type, Layout()), rate, config)
 
         def loss() -> torch.Tensor:
             model: Any = trained.model

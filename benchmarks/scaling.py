@@ -19,7 +19,7 @@ from _shared import parse
 from stretto.models.shapes import LLAMAS, Shape
 from stretto.planner.formulas import broadcast_bytes
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 
 COUNTS = (8, 16, 32, 64, 128)
 TENSOR = (1, 2, 4, 8)
@@ -96,21 +96,21 @@ def meshes(shape: Shape, devices: int) -> list[Mesh]:
     return [Mesh(devices // t, t) for t in fitting]
 
 
-def together(shape: Shape, gpus: int) -> Iterator[Layout]:
+def together(shape: Shape, gpus: int) -> Iterator[RunLayout]:
     """List layouts with all roles on all GPUs."""
     ways = meshes(shape, gpus)
     for learner, generator, scorer, offload, passes in product(
         ways, ways, ways, (False, True), PASSES
     ):
-        yield Layout(learner, generator, scorer, "all", offload, *passes)
+        yield RunLayout(learner, generator, scorer, "all", offload, *passes)
 
 
-def apart(shape: Shape, gpus: int) -> Iterator[Layout]:
+def apart(shape: Shape, gpus: int) -> Iterator[RunLayout]:
     """List layouts with roles on GPUs of their own."""
     for shares in EIGHTHS:
         learners, generators, scorers = (meshes(shape, gpus * share // 8) for share in shares)
         for learner, generator, scorer, passes in product(learners, generators, scorers, PASSES):
-            yield Layout(learner, generator, scorer, "none", False, *passes)
+            yield RunLayout(learner, generator, scorer, "none", False, *passes)
 
 
 # -- Markdown --------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
     rows = []
     for size in sizes:
         models = ModelShapes.of_one_size(LLAMAS[size])
-        layout = Layout(learner, generator, scorer, "none")
+        layout = RunLayout(learner, generator, scorer, "none")
         at_once_s = estimate(models, layout, WORKLOAD, hardware).syncs[0].exposed_s
         whole = broadcast_bytes(models.actor)
         first = gathered_first_bytes(models.actor, learner)

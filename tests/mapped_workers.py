@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.config import Config, ModelConfig, OptimizerConfig
+from stretto.layout import Layout
 from stretto.models import layer_shards
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.mapped import convert, take
-from stretto.models.shards import ShardLayout
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
 from stretto.runtime import learner_service, role_services
@@ -43,7 +43,7 @@ class MappedRank:
     """A rank that divides one model after the other."""
 
     def __init__(self, rank: int, tp: int = 1) -> None:
-        self._grid = Grid("cpu", ShardLayout(dist.get_world_size() // tp, tp))
+        self._grid = Grid("cpu", Layout(fsdp=dist.get_world_size() // tp, tp=tp))
 
     def shards(self, folder: Path, dtype: torch.dtype, kind: str) -> tuple[str, int, int, int]:
         """Return a learner's fingerprint, its shards' bytes, bytes held then, and the most."""

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.models.shards import FullParameter, ShardLayout, index, shape
+from stretto.layout import Layout
+from stretto.models.shards import FullParameter, index, shape
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding
@@ -38,8 +39,8 @@ class Resharder:
     def __init__(
         self,
         rank: int,
-        shards: ShardLayout,
-        slices: ShardLayout,
+        shards: Layout,
+        slices: Layout,
         bucket_bytes: int,
         wholes: Mapping[str, FullParameter] = WHOLES,
     ) -> None:

@@ -18,10 +18,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from helpers import VOCABULARY, critic_of, llama
 from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
+from stretto.layout import Layout
 from stretto.models.devices import Backend
 from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
-from stretto.models.shards import ShardLayout
 from stretto.models.tiny import byte_tokenizer
 from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.model_scorers import RewardModelScorer, reference_scorer
@@ -111,7 +111,7 @@ class ShardedRank:
     learner: PolicyLearner
 
     def __init__(self, rank: int, tp: int = 1) -> None:
-        self._grid = Grid("cpu", ShardLayout(dist.get_world_size() // tp, tp))
+        self._grid = Grid("cpu", Layout(fsdp=dist.get_world_size() // tp, tp=tp))
 
     def make(self, kind: str, given: Mapping[str, Any], spare: Sequence[int] = ()) -> None:
         """Make a learner; ``spare`` bytes of each rank stand for those of a GPU."""

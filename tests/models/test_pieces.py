@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers import llama
-from stretto.models.shards import FullParameter, ShardLayout, held_elements, index, overlap, within
+from stretto.layout import Layout
+from stretto.models.shards import FullParameter, held_elements, index, overlap, within
 from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint, fingerprint_of_parts
 
@@ -18,7 +19,7 @@ FLOAT = torch.float32
 
 def test_slices_are_cut_first_and_their_rows_shared_out() -> None:
     """Of [5, 4]: cut by columns in two, each rank has 3 or 2 rows of one of them."""
-    layout, whole = ShardLayout(fsdp=2, tp=2), FullParameter((5, 4), FLOAT, dim=1)
+    layout, whole = Layout(fsdp=2, tp=2), FullParameter((5, 4), FLOAT, dim=1)
     assert [layout.bounds(whole, rank) for rank in range(4)] == [
         ((0, 3), (0, 2)),
         ((0, 3), (2, 4)),
@@ -35,14 +36,14 @@ def test_slices_are_cut_first_and_their_rows_shared_out() -> None:
 
 
 def test_the_last_ranks_may_have_no_rows() -> None:
-    layout = ShardLayout(fsdp=4)
+    layout = Layout(fsdp=4)
     rows = [layout.bounds(FullParameter((5,), FLOAT), rank)[0] for rank in range(4)]
     assert rows == [(0, 2), (2, 4), (4, 5), (5, 5)]
     assert layout.own({"a": FullParameter((5,), FLOAT)}, 3) == {}
 
 
 def test_the_first_of_those_that_hold_the_same_owns_it() -> None:
-    layout = ShardLayout(fsdp=2, tp=2)
+    layout = Layout(fsdp=2, tp=2)
     ranks = range(4)
     rows = ((0, 2),), ((2, 4),)
     by_rows = FullParameter((4,), FLOAT)
@@ -54,7 +55,7 @@ def test_the_first_of_those_that_hold_the_same_owns_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [ShardLayout(), ShardLayout(3, 1), ShardLayout(1, 2), ShardLayout(2, 2)]
+    "layout", [Layout(), Layout(fsdp=3, tp=1), Layout(fsdp=1, tp=2), Layout(fsdp=2, tp=2)]
 )
 @pytest.mark.parametrize(
     "whole",
@@ -65,7 +66,7 @@ def test_the_first_of_those_that_hold_the_same_owns_it() -> None:
         FullParameter((4, 2), FLOAT, 0, by_rows=False),
     ],
 )
-def test_what_ranks_own_makes_the_whole_once(layout: ShardLayout, whole: FullParameter) -> None:
+def test_what_ranks_own_makes_the_whole_once(layout: Layout, whole: FullParameter) -> None:
     count = torch.zeros(whole.shape)
     for rank in range(layout.ranks):
         for box in layout.own({"a": whole}, rank).values():
@@ -88,9 +89,10 @@ def test_elements_of_a_box_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [ShardLayout(2, 1), ShardLayout(1, 2), ShardLayout(2, 2), ShardLayout(3, 2)]
+    "layout",
+    [Layout(fsdp=2), Layout(tp=2), Layout(fsdp=2, tp=2), Layout(fsdp=3, tp=2)],
 )
-def test_parts_have_the_fingerprint_of_the_whole(layout: ShardLayout) -> None:
+def test_parts_have_the_fingerprint_of_the_whole(layout: Layout) -> None:
     """Each rank fills in what it owns; the sum of that is hashed."""
     model = llama()
     dims = {"model.layers.0.self_attn.q_proj.weight": 0, "model.layers.1.mlp.down_proj.weight": 1}

@@ -25,7 +25,6 @@ from stretto.models.shapes import Shape
 from stretto.planner import choices
 from stretto.planner.choices import fitted_run
 from stretto.planner.fitting import Load, RunMemory, check, known_shapes, table
-from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import (
     CACHE,
     COMMUNICATOR,
@@ -38,6 +37,7 @@ from stretto.planner.memory_model import (
     Adapters,
     DeviceMemory,
 )
+from stretto.planner.run_layout import Mesh
 from stretto.rollout import engine_registry
 from stretto.rollout.engine_registry import choose
 from stretto.runtime.placement import PROCESS_BYTES, places

@@ -16,9 +16,9 @@ from stretto.planner import formulas, measuring
 from stretto.planner.calibration import Kind, MeasuredDevice, Point, fitted, predicted_s
 from stretto.planner.formulas import TrainingPasses, generator_cost, prefill_cost, train_cost
 from stretto.planner.hardware import Gpu, Hardware, Links
-from stretto.planner.layout import Mesh
 from stretto.planner.measuring import WorkSizes, model_to_measure
 from stretto.planner.memory_model import cache_bytes
+from stretto.planner.run_layout import Mesh
 from stretto.runtime.sim.costs import Efficiency
 
 DEVICE = MeasuredDevice("a box", 32e9, 2)

@@ -14,7 +14,7 @@ from stretto.models.shapes import Shape
 from stretto.planner import memory_model
 from stretto.planner.formulas import fsdp_training_bytes
 from stretto.planner.hardware import Gpu, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=2, vocabulary=10, outputs=10)
@@ -44,8 +44,8 @@ def hardware(
 
 def layout(
     colocated: bool, learner: Mesh = FOUR, generator: Mesh = FOUR, scorer: Mesh = FOUR
-) -> Layout:
-    return Layout(
+) -> RunLayout:
+    return RunLayout(
         learner,
         generator,
         scorer,

@@ -14,7 +14,7 @@ from stretto.errors import ConfigError
 from stretto.models.shapes import LLAMAS, Shape, shape_of
 from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=1, vocabulary=10, outputs=10)
@@ -307,11 +307,11 @@ def test_layouts_that_cannot_be() -> None:
     with raises(ConfigError, "empty-mesh", "0 x 1"):
         Mesh(0)
     with raises(ConfigError, "colocated-sizes-differ", "4, 2, 4"):
-        Layout(Mesh(4), Mesh(2), Mesh(4), "all")
+        RunLayout(Mesh(4), Mesh(2), Mesh(4), "all")
     with raises(ConfigError, "offload-without-turns"):
-        Layout(Mesh(4), Mesh(2), Mesh(4), "none", offload=True)
+        RunLayout(Mesh(4), Mesh(2), Mesh(4), "none", offload=True)
     with raises(ConfigError, "empty-passes", "0 and 8192"):
-        Layout(Mesh(4), Mesh(4), Mesh(4), "all", micro_tokens=0)
+        RunLayout(Mesh(4), Mesh(4), Mesh(4), "all", micro_tokens=0)
     with raises(ConfigError, "empty-step", "0 responses"):
         StepSizes(responses=0)
     with pytest.raises(ValidationError, match="less than or equal to 1"):
@@ -320,12 +320,12 @@ def test_layouts_that_cannot_be() -> None:
 
 def test_models_that_cannot_be_divided() -> None:
     links, models = Links(450e9), ModelShapes.of_one_size(LLAMAS["33B"])
-    layout = Layout(Mesh(1, 8), Mesh(2, 4), Mesh(2, 4), "all")
+    layout = RunLayout(Mesh(1, 8), Mesh(2, 4), Mesh(2, 4), "all")
     with raises(ConfigError, "heads-not-divided", 8, "52 heads, 52"):
         layout.check(models, links)
-    layout = Layout(Mesh(1, 4), Mesh(2, 2), Mesh(2, 2), "all")
+    layout = RunLayout(Mesh(1, 4), Mesh(2, 2), Mesh(2, 2), "all")
     with raises(ConfigError, "tensor-across-nodes", 4, "2 GPUs"):
         layout.check(models, replace(links, gpus_per_node=2))
-    layout = Layout(Mesh(1, 1, 64), Mesh(64), Mesh(64), "all")
+    layout = RunLayout(Mesh(1, 1, 64), Mesh(64), Mesh(64), "all")
     with raises(ConfigError, "too-many-stages", 64, "60 layers"):
         layout.check(models, links)

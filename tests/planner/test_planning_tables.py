@@ -11,7 +11,7 @@ from _estimate import Estimate, estimate
 from scaling import EIGHTHS, WORKLOAD, apart, cells, preference, rows_of, tables, together
 from stretto.models.shapes import LLAMAS
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 H100 = Hardware(GPUS["h100"], Links.of(GPUS["h100"]))
@@ -25,12 +25,12 @@ def test_the_page_has_the_tables_of_today() -> None:
     )
 
 
-def estimated(size: str, layout: Layout) -> Estimate:
+def estimated(size: str, layout: RunLayout) -> Estimate:
     return estimate(ModelShapes.of_one_size(LLAMAS[size]), layout, WORKLOAD, H100)
 
 
 def test_what_fits_comes_before_what_is_quick() -> None:
-    place = Layout(Mesh(8), Mesh(1, 8), Mesh(1, 8), "all", offload=True)
+    place = RunLayout(Mesh(8), Mesh(1, 8), Mesh(1, 8), "all", offload=True)
     slow, burst = estimated("13B", place), estimated("13B", replace(place, checkpointing=False))
     assert not slow.bursts
     assert burst.bursts

@@ -26,7 +26,6 @@ from stretto.planner.candidates import (
     memory_by_phase,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.plan_search import (
     ROUNDS,
     WARM,
@@ -37,6 +36,7 @@ from stretto.planner.plan_search import (
     search,
     work_of,
 )
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.lengths import Lognormal, Replayed, Uniform
 
@@ -172,7 +172,7 @@ def test_a_stage_alone_has_no_bubble() -> None:
 
 
 def test_fused_pipelines_hold_both_models_micro_batches() -> None:
-    place = Layout(Mesh(1, 1, 4), Mesh(2), Mesh(1), "none", checkpointing=True)
+    place = RunLayout(Mesh(1, 1, 4), Mesh(2), Mesh(1), "none", checkpointing=True)
     plain = Candidate(place, "sync", VARIANTS["sync"])
     fused = replace(plain, pipelining="fused")
     more = [sum(memory_by_phase(SPEC, c)["training"].values()) for c in (plain, fused)]
@@ -233,7 +233,7 @@ def test_the_baseline_is_known_beforehand() -> None:
 def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
     two = Mesh(2)
     schedule = VARIANTS["sync"]
-    found = result_of(SPEC, Candidate(Layout(two, two, two, sharing), "sync", schedule))
+    found = result_of(SPEC, Candidate(RunLayout(two, two, two, sharing), "sync", schedule))
     assert found.busy + sum(found.idle.values()) == pytest.approx(1)
     assert found.idle["stragglers"] > 0.05  # two copies of a generator
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
@@ -241,7 +241,7 @@ def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
 
 
 def test_staleness_follows_the_knobs() -> None:
-    place = Layout(Mesh(2), Mesh(2), Mesh(1), "none")
+    place = RunLayout(Mesh(2), Mesh(2), Mesh(1), "none")
     behind = result_of(SPEC, Candidate(place, "async", VARIANTS["async"]))
     assert (behind.staleness_mean, behind.staleness_max) == (1, 1)
 

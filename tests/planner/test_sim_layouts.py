@@ -22,7 +22,7 @@ from stretto.planner.candidates import (
     swap_s,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes, Sharing
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout, Sharing
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.costs import Efficiency, SampleCost
 from stretto.runtime.sim.lengths import Uniform
@@ -46,12 +46,12 @@ FOUR = Mesh(4)
 SYNC = ScheduleConfig()
 
 
-def plan(layout: Layout, schedule: ScheduleConfig = SYNC, engines: int = 1) -> Candidate:
+def plan(layout: RunLayout, schedule: ScheduleConfig = SYNC, engines: int = 1) -> Candidate:
     return Candidate(layout, "a variant", schedule, engines)
 
 
-def layout(sharing: Sharing, scorer: Mesh = FOUR) -> Layout:
-    return Layout(FOUR, Mesh(2, 2), scorer, sharing)
+def layout(sharing: Sharing, scorer: Mesh = FOUR) -> RunLayout:
+    return RunLayout(FOUR, Mesh(2, 2), scorer, sharing)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_each_generator_has_its_share_of_the_copies_and_of_the_scorers() -> None
 
 
 def test_weights_travel_by_reshard_or_broadcast() -> None:
-    def loads(place: Layout) -> tuple[float, float]:
+    def loads(place: RunLayout) -> tuple[float, float]:
         cluster = cluster_of(SPEC, plan(place))
         cost = cluster.generators[0].cost
         assert cost is not None
@@ -100,7 +100,7 @@ def test_weights_travel_by_reshard_or_broadcast() -> None:
     assert loads(layout("all")) == (pytest.approx((held - size / 4) / 450e9), 0.0)
     # Learner and generators fit into one node, and so do learner and scorers.
     assert loads(layout("none")) == (pytest.approx(size / 450e9), pytest.approx(critic / 450e9))
-    nodes = Layout(Mesh(8), Mesh(2, 4), Mesh(8), "none")
+    nodes = RunLayout(Mesh(8), Mesh(2, 4), Mesh(8), "none")
     assert loads(nodes) == (pytest.approx(size / 50e9), pytest.approx(critic / 50e9))
     # A critic that scores where it is trained is gathered there.
     lent = loads(layout("learner"))
@@ -134,7 +134,7 @@ def test_memory_of_scorers_that_stream() -> None:
 
 def test_where_not_all_fit_a_copy_has_slots() -> None:
     """Of 62 GB beside weights and a prefill's activations, at 57,344 bytes a token and row."""
-    place = Layout(Mesh(2), Mesh(2), Mesh(2), "none")
+    place = RunLayout(Mesh(2), Mesh(2), Mesh(2), "none")
     long = WORK.model_copy(update={"batch": 256, "max_new_tokens": 16_284})
     on = Hardware.of("h100", PERFECT)
     spec = replace(SPEC, workload=long, hardware=on)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from raising import raises
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.errors import ConfigError
-from stretto.models.shards import ShardLayout
+from stretto.layout import Layout
 from stretto.runtime.placement import (
     ProcessPlacement,
     learner_layout,
@@ -219,7 +219,7 @@ def test_roles_share_the_ranks_of_a_learner() -> None:
         "critic",
     ]
     assert place.devices == ("cpu",) * 4
-    assert learner_layout(one.cluster) == ShardLayout(2, 2)
+    assert learner_layout(one.cluster) == Layout(fsdp=2, tp=2)
     assert shares_weights(one.schedule.knobs, [place])
     assert "copies" not in table(one.schedule.knobs, [place], {})
     assert memory(place, {"learner": 100, "actor": 10, "reference": 7, "critic": 11}) == 32

@@ -30,7 +30,7 @@ from stretto.planner.formulas import (
     train_cost,
 )
 from stretto.planner.hardware import GPUS, Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -270,7 +270,7 @@ def test_a_decode_step_of_a_large_model_by_hand(rows: int, longer_s: float) -> N
 def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: int) -> None:
     """The simulator's generator, and the estimate of a step that the planner prints."""
     shape, on, one = shape_of(name), Hardware.of("h200"), Mesh(1, tensor)
-    layout = Layout(one, one, one, "none")
+    layout = RunLayout(one, one, one, "none")
     load = StepSizes(rows, prompt_tokens=256, response_tokens=512)
     _, decoding = estimate(ModelShapes.of_one_size(shape), layout, load, on).generation.work
     cost = generator_cost(shape, tensor, on, free_bytes=1e12).decode

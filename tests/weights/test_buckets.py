@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.models.shards import Bounds
+from stretto.layout import Bounds
 from stretto.weights.buckets import BucketPlan, checksum, combined, pack, segments, size_of
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from resharding_workers import WHOLES, Resharder, tensors
-from stretto.models.shards import FullParameter, ShardLayout, index
+from stretto.layout import Layout
+from stretto.models.shards import FullParameter, index
 from stretto.weights.resharding import transfers
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec
@@ -18,10 +19,11 @@ FLOAT = torch.float32
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize(
-    "shards", [ShardLayout(3, 1), ShardLayout(2, 1), ShardLayout(2, 2), ShardLayout(1, 2)]
+    "shards",
+    [Layout(fsdp=3), Layout(fsdp=2), Layout(fsdp=2, tp=2), Layout(tp=2)],
 )
-def test_slices_are_bit_for_bit_those_of_the_whole(shards: ShardLayout, bucket_bytes: int) -> None:
-    slices, version = ShardLayout(tp=shards.ranks), 3
+def test_slices_are_bit_for_bit_those_of_the_whole(shards: Layout, bucket_bytes: int) -> None:
+    slices, version = Layout(tp=shards.ranks), 3
     ranks = RankGroup(GroupSpec(shards.ranks), Resharder, (shards, slices, bucket_bytes)).start()
     try:
         got = ranks.call(Resharder.load, version)
@@ -39,7 +41,7 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
     """
     by_rows, by_columns = FullParameter((4, 2), FLOAT, 0), FullParameter((4, 2), FLOAT, 1)
     wholes: dict[str, FullParameter] = {"rows": by_rows, "columns": by_columns}
-    shards, slices = ShardLayout(fsdp=2), ShardLayout(tp=2)
+    shards, slices = Layout(fsdp=2), Layout(tp=2)
     (one,) = transfers(wholes, shards, slices, 0, 1)
     assert (one.name, one.box, one.size) == ("columns", ((0, 2), (1, 2)), 8)
     (other,) = transfers(wholes, shards, slices, 1, 0)
@@ -53,10 +55,10 @@ def test_a_rank_that_has_what_it_needs_gets_nothing() -> None:
 
 def test_what_is_whole_on_each_comes_from_its_first_owner() -> None:
     alone = {"a": FullParameter((3,), FLOAT, by_rows=False)}
-    layout = ShardLayout(fsdp=2)
+    layout = Layout(fsdp=2)
 
     def names(source: int, target: int) -> list[Any]:
-        return [m.name for m in transfers(alone, layout, ShardLayout(tp=2), source, target)]
+        return [m.name for m in transfers(alone, layout, Layout(tp=2), source, target)]
 
     assert names(0, 1) == ["a"]
     assert not names(1, 0)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from raising import raises
 from stretto.errors import EngineError, TransferError
-from stretto.models.shards import FullParameter, ShardLayout, index
+from stretto.layout import Layout
+from stretto.models.shards import FullParameter, index
 from stretto.types import WeightsRef
 from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender
@@ -273,7 +274,7 @@ FULL = {
     "norm": FullParameter((5,), torch.bfloat16),
     "large": FullParameter((40, 4), torch.float32),
 }
-LAYOUT = ShardLayout(fsdp=3)
+LAYOUT = Layout(fsdp=3)
 
 
 def whole(factor: float) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from stretto.config.sections import (
 from stretto.errors import ConfigError, ModelError
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import GPUS, Hardware, read_hardware
-from stretto.planner.layout import ModelShapes
+from stretto.planner.run_layout import ModelShapes
 from stretto.saying import Say, silent, working
 from stretto.types import short_name
 

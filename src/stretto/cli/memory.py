@@ -14,8 +14,8 @@ from stretto.errors import ConfigError
 from stretto.models.info import described, measure
 from stretto.models.shapes import LLAMAS, Shape
 from stretto.planner.fitting import format_plan, memory_plan
-from stretto.planner.layout import ModelShapes
 from stretto.planner.on_gpus import GpuOptions, memory_table
+from stretto.planner.run_layout import ModelShapes
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 

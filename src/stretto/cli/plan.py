@@ -14,8 +14,8 @@ from stretto.errors import ConfigError
 from stretto.interfaces import command_line, worded
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
-from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import host_bytes
+from stretto.planner.run_layout import Mesh
 from stretto.saying import format_size
 
 if TYPE_CHECKING:

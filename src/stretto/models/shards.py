@@ -1,12 +1,8 @@
-"""Shards: the parts of a model's parameters that each of several ranks holds.
-
-Linear layers are cut into slices (tp). Each rank of the learner holds consecutive rows of one
-(fsdp).
-"""
+"""Shards: the parts of a model's parameters that each of several ranks holds, by its layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.bounds import ceil_div
+from stretto.layout import Bounds
 
 Places = npt.NDArray[np.int64]
-
-Bounds = tuple[tuple[int, int], ...]
-"""A part of a tensor: (start, end) in each dimension."""
 
 
 class TensorPart(NamedTuple):
@@ -52,46 +45,6 @@ class FullParameter:
     dtype: torch.dtype
     dim: int | None = None
     by_rows: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ShardLayout:
-    """The ranks that hold a model. ``fsdp`` ranks, tp apart, share the rows of each slice."""
-
-    fsdp: int = 1
-    tp: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.fsdp * self.tp
-
-    def bounds(self, full: FullParameter, rank: int) -> Bounds:
-        """Return the part of a parameter that a rank holds."""
-        row, column = divmod(rank, self.tp)
-        part = [*full_bounds(full.shape)]
-        if full.dim is not None:
-            size = full.shape[full.dim] // self.tp
-            part[full.dim] = (column * size, (column + 1) * size)
-        if full.by_rows and part:
-            start, end = part[0]
-            chunk = ceil_div(end - start, self.fsdp)  # like torch.chunk
-            part[0] = (min(start + row * chunk, end), min(start + (row + 1) * chunk, end))
-        return tuple(part)
-
-    def first(self, full: FullParameter, rank: int) -> Bounds | None:
-        """Return the part that this rank is the first to hold. ``None`` if it is empty or none."""
-        row, column = divmod(rank, self.tp)
-        first = (full.dim is not None or column == 0) and (full.by_rows or row == 0)
-        bounds = self.bounds(full, rank)
-        return bounds if first and all(start < end for start, end in bounds) else None
-
-    def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
-        bounds_by_name = {name: self.first(parameter, rank) for name, parameter in full.items()}
-        return {name: bounds for name, bounds in bounds_by_name.items() if bounds is not None}
-
-
-def full_bounds(shape: Sequence[int]) -> Bounds:
-    return tuple((0, size) for size in shape)
 
 
 def index(bounds: Bounds) -> tuple[slice, ...]:

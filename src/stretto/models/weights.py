@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError
+from stretto.layout import Bounds, Layout
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import Bounds, FullParameter, ShardLayout, TensorPart, held_elements
+from stretto.models.shards import FullParameter, TensorPart, held_elements
 from stretto.models.tensor_parallel import full_parameters, slices_of
 from stretto.types import WeightsRef
 
@@ -118,7 +119,7 @@ def fingerprint_of(model: nn.Module) -> str:
         return fingerprint(parameters.items())
     full = full_parameters(model, dims)
     undivided = {name: replace(parameter, by_rows=False) for name, parameter in full.items()}
-    own_bounds = ShardLayout(tp=slices.size).own(undivided, slices.rank)
+    own_bounds = Layout(tp=slices.size).own(undivided, slices.rank)
     return fingerprint_of_parts(full, parameters, own_bounds, slices.sum_)
 
 

@@ -15,8 +15,8 @@ from stretto.config import ScheduleConfig
 from stretto.models.shapes import Shape
 from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.memory_model import Parts
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
@@ -74,7 +74,7 @@ def bubble(pipelining: Pipelining, stages: int) -> float:
 class Candidate:
     """A layout with a variant of the schedule, and several engines if stragglers migrate."""
 
-    layout: Layout
+    layout: RunLayout
     variant: str
     schedule: ScheduleConfig
     engines: int = 1
@@ -160,7 +160,7 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     return phases
 
 
-def _pipelinings(spec: PlanSpec, layout: Layout) -> Iterator[Pipelining]:
+def _pipelinings(spec: PlanSpec, layout: RunLayout) -> Iterator[Pipelining]:
     stages = layout.learner.stages
     yield "1f1b"
     if stages > 1 and all(shape.layers >= 2 * stages for shape in spec.models.trained):
@@ -183,7 +183,7 @@ def _pointless(candidate: Candidate) -> bool:
     return False
 
 
-def _layouts(spec: PlanSpec) -> Iterator[Layout]:
+def _layouts(spec: PlanSpec) -> Iterator[RunLayout]:
     gpus = spec.gpus
     node = spec.hardware.links.gpus_per_node
     scored = spec.models.scoring
@@ -208,27 +208,27 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
 
     for learner, generator, scorer in product(*(meshes(gpus, role) for role in shapes)):
         for offload in (False, True):
-            yield Layout(learner, generator, scorer, "all", offload)
+            yield RunLayout(learner, generator, scorer, "all", offload)
     step = node * ceil_div(gpus, node * SPLITS)
     shares = range(1, gpus) if gpus <= SPLITS else range(node, gpus, step)
     for learners in shares:
         rest = gpus - learners
         for learner, generator in product(meshes(learners, "learner"), meshes(rest, "generators")):
             if generator in meshes(rest, "scorers"):  # a copy with each generator
-                yield Layout(learner, generator, generator, "generators")
+                yield RunLayout(learner, generator, generator, "generators")
             scorers_there = meshes(learners, "scorers") if scored else []
             for scorer in scorers_there:
                 if scorer.data == 1 or spec.on_paper:
-                    yield Layout(learner, generator, scorer, "learner")
+                    yield RunLayout(learner, generator, scorer, "learner")
         powers = [2**k for k in range(gpus.bit_length())] if scored else []
         for scorers in sorted({*powers, *(3 * n for n in powers)}):
             if scorers <= gpus // 2 and learners + scorers < gpus:
                 sizes = (learners, rest - scorers, scorers)
                 for learner, generator, scorer in product(*map(meshes, sizes, shapes)):
-                    yield Layout(learner, generator, scorer, "none")
+                    yield RunLayout(learner, generator, scorer, "none")
 
 
-def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
+def _quickest_passes(spec: PlanSpec, layout: RunLayout) -> list[RunLayout]:
     ways = [
         replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=checkpointing)
         for tokens, checkpointing in product(MICRO_TOKENS, (False, True))
@@ -278,7 +278,7 @@ def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
     return 0 if fit * copies >= in_flight else max(fit, 1)
 
 
-def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
+def cost_of_generator(spec: PlanSpec, layout: RunLayout) -> GeneratorCost:
     """Return the cost of a copy of the generator. Raises ConfigError without room for its cache."""
     actor, generator = spec.models.actor, layout.generator
     cost = formulas.generator_cost(
@@ -293,7 +293,7 @@ def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
     return cost.model_copy(update={"load_s": load_s})
 
 
-def cost_of_learner(spec: PlanSpec, layout: Layout, bubble: float | None = None) -> TrainCost:
+def cost_of_learner(spec: PlanSpec, layout: RunLayout, bubble: float | None = None) -> TrainCost:
     """Return the learner's cost, including the swaps of offloaded roles."""
     w = spec.workload
     passes = formulas.TrainingPasses(
@@ -309,7 +309,7 @@ def cost_of_learner(spec: PlanSpec, layout: Layout, bubble: float | None = None)
     return cost.model_copy(update={"step_s": cost.step_s + swap_s(spec, layout)})
 
 
-def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerRole]:
+def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[ScorerRole]:
     """Return the scoring models. Each generator on shared devices has its own copies."""
     models, devices = spec.models, layout.devices["scorers"]
     hosted = layout.sharing in ("all", "generators")
@@ -342,7 +342,7 @@ def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerR
     ]
 
 
-def swap_s(spec: PlanSpec, layout: Layout) -> float:
+def swap_s(spec: PlanSpec, layout: RunLayout) -> float:
     """Return the seconds per step to swap offloaded states out and in, and frozen models in."""
     if not layout.offload:
         return 0.0

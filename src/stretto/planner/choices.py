@@ -23,8 +23,8 @@ from stretto.planner.fitting import (
     lora_adapters,
     model_shape,
 )
-from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import CONTEXT, PHASES, SYNC, Adapters, DeviceMemory
+from stretto.planner.run_layout import Mesh
 from stretto.runtime.placement import ProcessPlacement, places
 from stretto.saying import format_size
 

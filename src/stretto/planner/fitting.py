@@ -19,7 +19,6 @@ from stretto.errors import ConfigError, ModelError
 from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
-from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import (
     CACHE,
     COMMUNICATOR,
@@ -33,6 +32,7 @@ from stretto.planner.memory_model import (
     DeviceMemory,
     trained_bytes,
 )
+from stretto.planner.run_layout import Mesh
 from stretto.runtime.placement import PROCESS_BYTES, ProcessPlacement, places, published
 from stretto.saying import format_count, format_size
 

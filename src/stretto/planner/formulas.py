@@ -12,8 +12,8 @@ from stretto.config import Section
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape, shape_of
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import HALF, SINGLE, cache_bytes, weight_bytes
+from stretto.planner.run_layout import Mesh
 from stretto.runtime.sim import costs
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 

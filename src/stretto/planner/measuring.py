@@ -29,8 +29,8 @@ from stretto.models.resolve import is_known
 from stretto.models.shapes import Shape, known_config
 from stretto.planner import formulas
 from stretto.planner.calibration import MeasuredDevice, Point
-from stretto.planner.layout import Mesh
 from stretto.planner.memory_model import BUCKET, HALF, activation_bytes, logits_bytes
+from stretto.planner.run_layout import Mesh
 from stretto.rollout.base import Engine, EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.training.backprop import LocalBackprop

@@ -16,7 +16,7 @@ from typing import Literal
 
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 
 Parts = Mapping[str, float]  # bytes of a GPU in a phase, by part
 SYNC = "weight sync"
@@ -340,7 +340,7 @@ def _masters(shape: Shape, learner: Mesh) -> float:
 
 
 def phases_of(
-    models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
+    models: ModelShapes, layout: RunLayout, responses: int, length: int, hardware: Hardware
 ) -> dict[str, Parts]:
     """Return by phase the memory of the layout's fullest GPU. ``responses`` of ``length`` tokens,
     prompts included, are in flight. On separate GPUs, the learner trains during a weight sync, and
@@ -364,14 +364,14 @@ def phases_of(
     }
 
 
-def learner_bytes(models: ModelShapes, layout: Layout) -> float:
+def learner_bytes(models: ModelShapes, layout: RunLayout) -> float:
     """Return the bytes of a learner's GPU in training, and, if not colocated, weight sync."""
     phases = ("training",) if layout.colocated else ("training", SYNC)
     return _devices(models, layout, 0, 0)["learner"].during(*phases).total()
 
 
 def _devices(
-    models: ModelShapes, layout: Layout, rows: int, length: int
+    models: ModelShapes, layout: RunLayout, rows: int, length: int
 ) -> dict[str, DeviceMemory]:
     """Return the memory of a device by role. Roles that share devices share the object."""
     colocated = layout.colocated
@@ -404,7 +404,7 @@ def _devices(
 
 
 def rows_in_flight(
-    models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
+    models: ModelShapes, layout: RunLayout, responses: int, length: int, hardware: Hardware
 ) -> tuple[int, int]:
     """Return the responses that a generator decodes at once, and the number of rounds it needs.
     Keys and values must fit at full length. One response is decoded even if none fits."""
@@ -415,19 +415,19 @@ def rows_in_flight(
     return ceil(share / goes), goes
 
 
-def cache_room_bytes(models: ModelShapes, layout: Layout, hardware: Hardware) -> float:
+def cache_room_bytes(models: ModelShapes, layout: RunLayout, hardware: Hardware) -> float:
     """Return the bytes left for keys and values on a generator's GPU, negative if none are."""
     phases = ("generation",) if layout.colocated else ("generation", SYNC)
     other_parts = _devices(models, layout, 0, 0)["generators"].during(*phases)
     return hardware.usable_bytes - other_parts.total()
 
 
-def frozen_bytes(models: ModelShapes, layout: Layout) -> float:
+def frozen_bytes(models: ModelShapes, layout: RunLayout) -> float:
     shapes = models.frozen if layout.colocated else models.scoring
     return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
 
 
-def host_bytes(models: ModelShapes, layout: Layout) -> float:
+def host_bytes(models: ModelShapes, layout: RunLayout) -> float:
     offloads = layout.offload
     return kept_bytes(models, layout.learner) + frozen_bytes(models, layout) if offloads else 0.0
 

@@ -9,8 +9,8 @@ from math import ceil
 from stretto.config.sections import Gpus
 from stretto.errors import ConfigError
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.memory_model import Parts, host_bytes, phases_of, rows_in_flight
+from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
 from stretto.saying import format_size
 
 RESPONSES = 512  # of a step
@@ -37,7 +37,7 @@ class GpuOptions:
     offload: bool = False
     gpu: str = "h100"
 
-    def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:
+    def layout(self, models: ModelShapes, hardware: Hardware) -> RunLayout:
         """Return the layout of these options. Raises ConfigError if models cannot be divided so."""
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
             options = f"`gpus = {self.gpus}`, `fsdp = {self.fsdp}`, `tp = {self.tp}`"
@@ -45,10 +45,10 @@ class GpuOptions:
         everywhere = Mesh(self.gpus // self.tp, self.tp)
         rest = everywhere.data - self.fsdp - 1
         if self.fsdp in (0, everywhere.data):
-            layout = Layout(everywhere, everywhere, everywhere, "all", self.offload)
+            layout = RunLayout(everywhere, everywhere, everywhere, "all", self.offload)
         elif rest > 0:
             learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
-            layout = Layout(learner, generator, Mesh(1, self.tp), "none", self.offload)
+            layout = RunLayout(learner, generator, Mesh(1, self.tp), "none", self.offload)
         else:
             raise ConfigError(
                 f"`fsdp = {self.fsdp}` with `tp = {self.tp}` on {self.gpus} GPUs leaves none "
@@ -116,7 +116,7 @@ def _fits(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> bool:
 
 
 def _lines(
-    phases: dict[str, Parts], layout: Layout, models: ModelShapes, hardware: Hardware
+    phases: dict[str, Parts], layout: RunLayout, models: ModelShapes, hardware: Hardware
 ) -> list[str]:
     usable, gpu_size = hardware.usable_bytes, format_size(round(hardware.gpu.memory_bytes))
     roles = ", ".join(f"{name} {mesh.data}x{mesh.tensor}" for name, mesh in layout.meshes.items())

@@ -39,7 +39,7 @@ from stretto.planner.candidates import (
     fits,
     scorers_of,
 )
-from stretto.planner.layout import Layout
+from stretto.planner.run_layout import RunLayout
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, Workload
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.simulate import SimResult, simulate
@@ -147,7 +147,7 @@ class Bounds:
             carry=schedule.carry,
         )
 
-    def _scorers_of(self, layout: Layout) -> tuple[float, float]:
+    def _scorers_of(self, layout: RunLayout) -> tuple[float, float]:
         """Return the seconds per token of all scorers in turn, and the seconds to load weights."""
         scorers = scorers_of(self._spec, layout)
         costs = [scorer.cost for scorer in scorers if isinstance(scorer.cost, PrefillCost)]

@@ -15,7 +15,7 @@ from stretto.errors import ConfigError, nearest
 from stretto.saying import format_size
 
 if TYPE_CHECKING:
-    from stretto.models.shards import ShardLayout
+    from stretto.layout import Layout
 
 PROCESS_BYTES = 400 << 20
 """Memory of a process with torch and transformers, before any model (measured: about 350 MB)."""
@@ -55,12 +55,12 @@ class ProcessPlacement:
         return self.generates and self.device != "cpu" and rollout.capabilities.sizes_cache
 
 
-def learner_layout(cluster: ClusterConfig) -> ShardLayout:
+def learner_layout(cluster: ClusterConfig) -> Layout:
     """Return the learner's shard layout, from its process's fsdp and tp."""
-    from stretto.models.shards import ShardLayout
+    from stretto.layout import Layout
 
     process = cluster.process_of(LEARNER)
-    return ShardLayout(process.fsdp, process.tp)
+    return Layout(fsdp=process.fsdp, tp=process.tp)
 
 
 def shares_weights(knobs: Knobs, found: Sequence[ProcessPlacement]) -> bool:

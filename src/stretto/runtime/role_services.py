@@ -25,11 +25,12 @@ from stretto.assembly.run_models import (
 )
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError, ModelError
+from stretto.layout import Layout
 from stretto.models.backend import pick_device
 from stretto.models.lora import starting_policy, trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
-from stretto.models.shards import FullParameter, ShardLayout
+from stretto.models.shards import FullParameter
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import Engine
@@ -391,7 +392,7 @@ def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Shard a model in place if there are several ranks, and make the receiver of its weights."""
     sender_layout, local_layout = (
         learner_layout(setup.config.cluster),
-        ShardLayout(tp=dist.get_world_size()),
+        Layout(tp=dist.get_world_size()),
     )
     wholes = _trained_wholes(model, max(sender_layout.tp, local_layout.tp))
     cut(model, setup)

@@ -33,7 +33,8 @@ from torch import Tensor
 from stretto import files
 from stretto.errors import StateError
 from stretto.files import FileSum
-from stretto.models.shards import Bounds, TensorShard, full_bounds, overlap, shape, within
+from stretto.layout import Bounds, full_bounds
+from stretto.models.shards import TensorShard, overlap, shape, within
 
 STEP = "step"
 """The only entry of AdamW's per-parameter state that is not shaped like the parameter."""

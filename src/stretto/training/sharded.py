@@ -34,13 +34,14 @@ from stretto.algorithms.reductions import Metrics
 from stretto.bounds import ceil_div
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
+from stretto.layout import Layout
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget, decoder_layers, head_reader, unwrapped
 from stretto.models.layer_shards import Root, shard
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import FullParameter, ShardLayout, TensorShard, index, shape
+from stretto.models.shards import FullParameter, TensorShard, index, shape
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.backprop import LocalBackprop, divided
@@ -354,7 +355,7 @@ class Grid:
     is cut.
     """
 
-    def __init__(self, device: str, layout: ShardLayout) -> None:
+    def __init__(self, device: str, layout: Layout) -> None:
         self.layout, self.rank = layout, dist.get_rank()
         self.row = self.rank // layout.tp
         both = init_device_mesh(device, (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.shards import (
-    Bounds,
-    FullParameter,
-    ShardLayout,
-    TensorPart,
-    full_bounds,
-    overlap,
-    within,
-)
+from stretto.layout import Bounds, Layout, full_bounds
+from stretto.models.shards import FullParameter, TensorPart, overlap, within
 from stretto.types import WeightsRef
 from stretto.weights.buckets import BucketPlan, PackedTensor, combined
 from stretto.weights.channel import SharedChannel
@@ -39,7 +32,7 @@ class WeightSender(SharedChannel):
         self._sources: dict[str, tuple[list[dict[str, Bounds]], dict[str, torch.dtype]]] = {}
         self._begun: dict[tuple[str, int], Any] = {}  # device work that produced each version
 
-    def divide(self, model: str, trained: Mapping[str, FullParameter], layout: ShardLayout) -> None:
+    def divide(self, model: str, trained: Mapping[str, FullParameter], layout: Layout) -> None:
         bounds_by_rank = [layout.own(trained, rank) for rank in range(layout.ranks)]
         self._sources[model] = bounds_by_rank, {name: full.dtype for name, full in trained.items()}
 

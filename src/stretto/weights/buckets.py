@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stretto.bounds import ceil_div
-from stretto.models.shards import Bounds, full_bounds, shape
+from stretto.layout import Bounds, full_bounds
+from stretto.models.shards import shape
 
 ALIGNMENT = 16
 """Offsets are rounded up to this many bytes, so that a tensor can be viewed as any type."""

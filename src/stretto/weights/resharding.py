@@ -17,15 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.models.shards import (
-    Bounds,
-    FullParameter,
-    ShardLayout,
-    TensorPart,
-    overlap,
-    shape,
-    within,
-)
+from stretto.layout import Bounds, Layout
+from stretto.models.shards import FullParameter, TensorPart, overlap, shape, within
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import Arriving, WeightSender
 from stretto.weights.buckets import BucketPlan
@@ -57,8 +50,8 @@ class Resharding:
         self,
         sender: WeightSender,
         wholes: Mapping[str, FullParameter],
-        shards: ShardLayout,
-        slices: ShardLayout,
+        shards: Layout,
+        slices: Layout,
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
@@ -132,8 +125,8 @@ def _viewed(transfer: SliceTransfer, flat: Tensor) -> Tensor:
 
 def transfers(
     wholes: Mapping[str, FullParameter],
-    shards: ShardLayout,
-    slices: ShardLayout,
+    shards: Layout,
+    slices: Layout,
     source: int,
     target: int,
 ) -> list[SliceTransfer]:

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers import llama
 from stretto.config import ModelConfig
+from stretto.layout import Layout
 from stretto.models.lora import add_lora, trained_names
-from stretto.models.shards import ShardLayout, TensorPart, index
+from stretto.models.shards import TensorPart, index
 from stretto.models.tensor_parallel import full_parameters
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.vllm.vllm_engine import source_of
@@ -55,7 +56,7 @@ def test_whole_tensors_come_out_of_the_parts_of_several_ranks(ranks: int, frozen
     wholes = {n: w for n, w in full_parameters(learner, {}).items() if n in trained_names(learner)}
     parts = []
     for rank in range(ranks):
-        for name, box in ShardLayout(fsdp=ranks).own(wholes, rank).items():
+        for name, box in Layout(fsdp=ranks).own(wholes, rank).items():
             values = new[name][index(box)].clone()
             parts.append((name, TensorPart(values, index(box))))
     came = {}
@@ -86,7 +87,7 @@ def test_a_tensor_is_handed_on_before_the_next_one_arrives() -> None:
 def test_of_parts_that_come_from_four_ranks_one_parameter_is_held() -> None:
     """Bytes of parameters that have begun to come and are not handed on, at each part."""
     model = llama()
-    wholes, layout = full_parameters(model, {}), ShardLayout(fsdp=4)
+    wholes, layout = full_parameters(model, {}), Layout(fsdp=4)
     sources = [layout.own(wholes, rank) for rank in range(4)]
     dtypes = {name: full.dtype for name, full in wholes.items()}
     named, waiting, held = dict(model.named_parameters()), dict[str, int](), list[int]()

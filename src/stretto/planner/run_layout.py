@@ -65,7 +65,7 @@ Sharing = Literal["all", "none", "generators", "learner"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """The devices of a run's roles. The learner trains actor and critic, one after the other.
     Unless all roles share devices and take turns, a copy of the critic scores on the devices of the
     frozen models."""
