@@ -10,10 +10,11 @@ from typing import Any
 
 from _papers import EAGER_S_A_LAYER, PADDED, scheduled, step_s
 from stretto.config import ScheduleConfig
+from stretto.layout import Layout
 from stretto.models.shapes import shape_of
 from stretto.planner.candidates import Candidate, PlanSpec, cluster_of
 from stretto.planner.hardware import Hardware
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -193,8 +194,9 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
     slower = Hardware.of(
         task.gpu, Efficiency(training=assumed.training, prefill=1.25 * assumed.training)
     )
-    others = Mesh(task.gpus - 1)
-    plan = Candidate(RunLayout(others, Mesh(1), others, "learner"), "sync", ScheduleConfig())
+    others = task.gpus - 1
+    layout = RunLayout(Layout(fsdp=others), Layout(), Layout(dp=others), "learner")
+    plan = Candidate(layout, "sync", ScheduleConfig())
     found = cluster_of(replace(spec, hardware=slower), plan)
     # Rows take memory as they grow, as vLLM's do: no slots are kept at full length.
     generators = cluster_of(spec, plan).generators

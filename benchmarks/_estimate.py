@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from _phases import Phase, Work, added
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner import formulas, memory_model
 from stretto.planner.formulas import CHECKPOINTED, FORWARD, TRAINED
 from stretto.planner.hardware import Hardware
 from stretto.planner.memory_model import HALF, SYNC
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 
 TOKEN = 8
 """Bytes of a token on its way to a scorer: its id and its log-probability."""
@@ -57,19 +58,19 @@ class StepSizes:
         return self.responses * self.length
 
 
-def fsdp_forward_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
+def fsdp_forward_bytes(shape: Shape, layout: Layout, passes: int) -> float:
     """Return bytes of FSDP2 in forward passes alone: all weights, once a pass."""
-    held = shape.stage(mesh.stages).held(mesh.tensor)
-    return passes * formulas.gather_bytes(HALF * held, mesh.data)
+    held = shape.stage(layout.pp).held(layout.tp)
+    return passes * formulas.gather_bytes(HALF * held, layout.fsdp)
 
 
-def gathered_first_bytes(shape: Shape, mesh: Mesh) -> float:
+def gathered_first_bytes(shape: Shape, layout: Layout) -> float:
     """Return bytes through the first rank's link where it gathers weights, then broadcasts them.
 
     In, what the others have; and then out, all.
     """
     whole = HALF * shape.parameters
-    return formulas.gather_bytes(whole, mesh.devices) + whole
+    return formulas.gather_bytes(whole, layout.ranks) + whole
 
 
 def chunk_bytes(tokens: int, scorers: int) -> int:
@@ -152,7 +153,7 @@ def estimate(
             memory is estimated all the same; see :attr:`Estimate.bursts`.
     """
     layout.check(models, hardware.links)
-    if layout.sharing not in ("all", "none") or layout.learner.stages > 1:
+    if layout.sharing not in ("all", "none") or layout.learner.pp > 1:
         raise ConfigError(
             f"{layout}: on paper, roles are all colocated or all apart, and learners have no "
             "pipeline; the simulator takes others"
@@ -185,21 +186,21 @@ class _Maker:
 
     def generation(self) -> Phase:
         """Prefill of all prompts, and a decode step for each token of the rows in flight."""
-        actor, mesh, load = self.models.actor, self.layout.generator, self.workload
+        actor, tensor, load = self.models.actor, self.layout.generator.tp, self.workload
         assumed, gpu = self.hardware.assumed, self.hardware.gpu
         rows, goes = memory_model.rows_in_flight(
             self.models, self.layout, load.responses, load.length, self.hardware
         )
         prompts = rows * goes * load.prompt_tokens
         passes = math.ceil(prompts / self.layout.prefill_tokens)
-        flops = formulas.forward_flops(actor, prompts, load.prompt_tokens, mesh.tensor)
-        prefill, prefill_bytes = self._reduced(actor, prompts, mesh.tensor, FORWARD, passes)
+        flops = formulas.forward_flops(actor, prompts, load.prompt_tokens, tensor)
+        prefill, prefill_bytes = self._reduced(actor, prompts, tensor, FORWARD, passes)
         context = load.prompt_tokens + load.response_tokens / 2
-        step, step_bytes = self._reduced(actor, rows, mesh.tensor, FORWARD, 1)
+        step, step_bytes = self._reduced(actor, rows, tensor, FORWARD, 1)
         steps = goes * load.response_tokens
-        read = formulas.decode_read_bytes(actor, rows, context, mesh.tensor)
+        read = formulas.decode_read_bytes(actor, rows, context, tensor)
         once = Work(
-            arithmetic_s=formulas.decode_flops(actor, rows, context, mesh.tensor)
+            arithmetic_s=formulas.decode_flops(actor, rows, context, tensor)
             / (gpu.flops * assumed.prefill),
             memory_s=read / (gpu.memory_bytes_per_s * assumed.memory),
             exposed_s=step.exposed_s,
@@ -246,8 +247,8 @@ class _Maker:
         if layout.colocated:
             size = formulas.reshard_bytes(models.actor, layout.learner, layout.generator)
             # Those who hold the same part of the weights later exchange their shards.
-            among = Mesh(layout.gpus // layout.generator.tensor, layout.generator.tensor)
-            works = [Work(exposed_s=size / self._linked(among.data_bytes_per_s(links)))]
+            speed = self._linked(links.data_bytes_per_s(layout.generator))
+            works = [Work(exposed_s=size / speed)]
             if layout.offload:
                 works.append(self._to_host(memory_model.kept_bytes(models, layout.learner)))
         else:
@@ -259,12 +260,12 @@ class _Maker:
             ]
         return Phase(SYNC, self.held[SYNC], size, tuple(works)), tuple(works)
 
-    def _scored(self, shape: Shape, mesh: Mesh, pass_tokens: int) -> tuple[Work, float]:
+    def _scored(self, shape: Shape, layout: Layout, pass_tokens: int) -> tuple[Work, float]:
         """A model's forward passes, and bytes of their tensor parallelism."""
-        tokens = self.workload.tokens / mesh.data
+        tokens = self.workload.tokens / layout.data_parallel
         passes = math.ceil(tokens / pass_tokens)
-        flops = formulas.forward_flops(shape, tokens, self.workload.length, mesh.tensor)
-        reduced, size = self._reduced(shape, tokens, mesh.tensor, FORWARD, passes)
+        flops = formulas.forward_flops(shape, tokens, self.workload.length, layout.tp)
+        reduced, size = self._reduced(shape, tokens, layout.tp, FORWARD, passes)
         arithmetic_s = flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill)
         return Work(
             arithmetic_s=arithmetic_s,
@@ -274,12 +275,12 @@ class _Maker:
 
     def _forward_in_shards(self, shape: Shape) -> tuple[Work, float]:
         """The same of a model that stays in the learner's shards."""
-        mesh = self.layout.learner
-        work, size = self._scored(shape, mesh, self.layout.micro_tokens)
-        gathered = fsdp_forward_bytes(shape, mesh, self._passes())
+        layout = self.layout.learner
+        work, size = self._scored(shape, layout, self.layout.micro_tokens)
+        gathered = fsdp_forward_bytes(shape, layout, self._passes())
         return Work(
             arithmetic_s=work.arithmetic_s,
-            hidden_s=gathered / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
+            hidden_s=gathered / self._linked(self.hardware.links.data_bytes_per_s(layout)),
             exposed_s=work.exposed_s,
             overhead_s=work.overhead_s,
         ), size + gathered
@@ -287,20 +288,20 @@ class _Maker:
     def _trained(self, shape: Shape) -> tuple[Work, float]:
         """A trained model's passes."""
         layout, load = self.layout, self.workload
-        assumed, gpu, mesh = self.hardware.assumed, self.hardware.gpu, layout.learner
-        tokens = load.tokens / mesh.data
+        assumed, gpu, learner = self.hardware.assumed, self.hardware.gpu, layout.learner
+        tokens = load.tokens / learner.data_parallel
         passes = load.epochs * self._passes()
         flops = load.epochs * formulas.training_flops(
-            shape, tokens, load.length, mesh.tensor, checkpointing=layout.checkpointing
+            shape, tokens, load.length, learner.tp, checkpointing=layout.checkpointing
         )
         reductions = CHECKPOINTED if layout.checkpointing else TRAINED
         reduced, reduced_bytes = self._reduced(
-            shape, load.epochs * tokens, mesh.tensor, reductions, passes
+            shape, load.epochs * tokens, learner.tp, reductions, passes
         )
-        sharded = formulas.fsdp_training_bytes(shape, mesh, passes)
+        sharded = formulas.fsdp_training_bytes(shape, learner, passes)
         return Work(
             arithmetic_s=flops / (gpu.flops * assumed.training),
-            hidden_s=sharded / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
+            hidden_s=sharded / self._linked(self.hardware.links.data_bytes_per_s(learner)),
             exposed_s=reduced.exposed_s,
             overhead_s=reduced.overhead_s,
         ), sharded + reduced_bytes
@@ -312,7 +313,9 @@ class _Maker:
         return Work(memory_s=self.workload.epochs * moved / speed)
 
     def _passes(self) -> int:
-        return math.ceil(self.workload.tokens / self.layout.learner.data / self.layout.micro_tokens)
+        return math.ceil(
+            self.workload.tokens / self.layout.learner.data_parallel / self.layout.micro_tokens
+        )
 
     def _reduced(
         self, shape: Shape, tokens: float, tensor: int, reductions: int, passes: int
@@ -331,11 +334,11 @@ class _Maker:
     def _linked(self, bytes_per_s: float) -> float:
         return bytes_per_s * self.hardware.assumed.link
 
-    def _broadcast_bytes_per_s(self, to: Mesh) -> float:
+    def _broadcast_bytes_per_s(self, to: Layout) -> float:
         """Speed at which followers take in what the learner's ranks broadcast, all at once."""
-        links, learner = self.hardware.links, self.layout.learner.devices
-        a_node = min(links.gpus_per_node, learner, to.devices)
-        members = learner + to.devices
+        links, learner = self.hardware.links, self.layout.learner.ranks
+        a_node = min(links.gpus_per_node, learner, to.ranks)
+        members = learner + to.ranks
         if members <= links.gpus_per_node:
             a_node = members
         return self._linked(links.bytes_per_s(members, a_node))

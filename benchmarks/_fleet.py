@@ -85,12 +85,12 @@ class Fleet:
         if layout.colocated:
             groups = (Group("all roles", 1, layout.gpus, seconds["all"]),)
             return cls(groups, gpus_per_node)
-        meshes = (
+        replaced = (
             ("generators", layout.generator, seconds["generation"]),
             ("scorers", layout.scorer, seconds["scoring"]),
         )
-        learner = Group("learner", 1, layout.learner.devices, seconds["training"])
-        others = (Group(name, m.data, m.tensor, s, replaced=True) for name, m, s in meshes)
+        learner = Group("learner", 1, layout.learner.ranks, seconds["training"])
+        others = (Group(name, n.dp, n.tp, s, replaced=True) for name, n, s in replaced)
         return cls((learner, *others), gpus_per_node)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from _estimate import fsdp_forward_bytes
 from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.pipelines.solve import solve
 from stretto.planner import memory_model
@@ -26,7 +27,6 @@ from stretto.planner.formulas import (
     train_cost,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.run_layout import Mesh
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import Efficiency, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform
@@ -148,26 +148,26 @@ class Run:
             response_tokens=Lognormal(median=median, p95=median * exp(1.6449 * SIGMA)),
         )
 
-    def mesh(self, size: str) -> Mesh:
+    def layout(self, size: str) -> Layout:
         """Return how a trained model is divided."""
         if self.assumed.system == "zero":
-            return Mesh(GPUS)
+            return Layout(fsdp=GPUS)
         larger, smaller = sorted((self.actor, self.critic), reverse=True)
         stages = STAGES[larger, smaller][size]
-        return Mesh(GPUS // NODE // stages, NODE, stages)
+        return Layout(fsdp=GPUS // NODE // stages, tp=NODE, pp=stages)
 
     @property
     def trained_bytes(self) -> float:
         """Bytes of a GPU that hold weights, gradients and states of actor and critic."""
         held = 0.0
         for size in (self.actor, self.critic):
-            mesh, shape = self.mesh(size), SHAPES[size]
-            each = shape.stage(mesh.stages).held(mesh.tensor)
+            layout, shape = self.layout(size), SHAPES[size]
+            each = shape.stage(layout.pp).held(layout.tp)
             if self.assumed.system == "zero":
-                held += memory_model.STATE * each / mesh.data
+                held += memory_model.STATE * each / layout.fsdp
             else:
                 held += each * (
-                    memory_model.HALF + memory_model.SINGLE + memory_model.KEPT / mesh.data
+                    memory_model.HALF + memory_model.SINGLE + memory_model.KEPT / layout.fsdp
                 )
         return held
 
@@ -222,9 +222,9 @@ class Run:
             rows = BATCH * tensor / GPUS
             found.append((cost.decode.seconds(rows, 0, 1), tensor, cost))
         _, tensor, cost = min(found, key=lambda each: each[0])
-        mesh = self.mesh(self.actor)
-        size = max(reshard_bytes(shape, mesh, Mesh(GPUS // tensor, tensor)), 0.0)
-        speed = Mesh(GPUS // tensor, tensor).data_bytes_per_s(on.links) * on.assumed.link
+        copies = Layout(dp=GPUS // tensor, tp=tensor)
+        size = max(reshard_bytes(shape, self.layout(self.actor), copies), 0.0)
+        speed = on.links.data_bytes_per_s(copies) * on.assumed.link
         return cost.model_copy(update={"load_s": size / speed}), tensor
 
     def scorer(self, shape: Shape) -> PrefillCost:
@@ -236,12 +236,14 @@ class Run:
         )
         room = on.usable_bytes - self.trained_bytes
         if self.assumed.system == "zero":
-            cost = prefill_cost(shape, Mesh(NODE), on, length=length)
-            gathered = fsdp_forward_bytes(shape, Mesh(GPUS), 1)
-            speed = Mesh(GPUS).data_bytes_per_s(on.links) * on.assumed.link
+            cost = prefill_cost(shape, Layout(dp=NODE), on, length=length)
+            shards = Layout(fsdp=GPUS)
+            gathered = fsdp_forward_bytes(shape, shards, 1)
+            speed = on.links.data_bytes_per_s(shards) * on.assumed.link
             return cost.model_copy(update={"call_s": cost.call_s + gathered / speed})
         fitting = [t for t in (1, 2, 4, 8) if memory_model.weight_bytes(shape, t) < room / 2]
-        costs = [prefill_cost(shape, Mesh(NODE // t, t), on, length=length) for t in fitting]
+        layouts = [Layout(dp=NODE // t, tp=t) for t in fitting]
+        costs = [prefill_cost(shape, layout, on, length=length) for layout in layouts]
         return min(costs, key=lambda cost: cost.token_s)
 
     @property
@@ -263,21 +265,21 @@ class Run:
             (self.actor, SHAPES[self.actor]),
             (self.critic, SHAPES[self.critic].valued()),
         ):
-            mesh = self.mesh(size)
+            layout = self.layout(size)
             cost_of = train_cost if zero else kept_cost
-            cost = cost_of([shape], mesh, self.on, passes)
-            uneven = (
-                unevenness(self.workload, mesh.data) if self.assumed.system == "unbalanced" else 1.0
-            )
+            cost = cost_of([shape], layout, self.on, passes)
+            uneven = 1.0
+            if self.assumed.system == "unbalanced":
+                uneven = unevenness(self.workload, layout.fsdp)
             token_s += cost.token_s * uneven
             step_s += cost.step_s
             if not self.assumed.exchanging:
-                step_s -= updates * exchange_s(shape, mesh, self.on)
+                step_s -= updates * exchange_s(shape, layout, self.on)
         return TrainCost(token_s=token_s, step_s=step_s)
 
 
 def kept_cost(
-    shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: TrainingPasses
+    shapes: Sequence[Shape], layout: Layout, on: Hardware, passes: TrainingPasses
 ) -> TrainCost:
     """Return the cost of training under ZeRO stage 1 (Rajbhandari et al. 2020).
 
@@ -286,21 +288,23 @@ def kept_cost(
     token_s = step_s = 0.0
     for shape in shapes:
         # One shard with as many tokens gathers nothing.
-        alone = replace(passes, tokens=passes.tokens / mesh.data)
-        each_s = train_cost([shape], Mesh(1, mesh.tensor, mesh.stages), on, alone).token_s
-        bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
-        waits_s = bubble * passes.micro(mesh.data) * each_s / passes.epochs
-        moved_s = optimizer_bytes(shape, mesh) / (on.gpu.memory_bytes_per_s * on.assumed.optimizer)
-        token_s += each_s / mesh.data
-        step_s += passes.updates * (moved_s + exchange_s(shape, mesh, on) + waits_s)
+        alone = replace(passes, tokens=passes.tokens / layout.fsdp)
+        each_s = train_cost([shape], Layout(tp=layout.tp, pp=layout.pp), on, alone).token_s
+        bubble = layout.pp - 1 if passes.bubble is None else passes.bubble
+        waits_s = bubble * passes.micro(layout.fsdp) * each_s / passes.epochs
+        moved_s = optimizer_bytes(shape, layout) / (
+            on.gpu.memory_bytes_per_s * on.assumed.optimizer
+        )
+        token_s += each_s / layout.fsdp
+        step_s += passes.updates * (moved_s + exchange_s(shape, layout, on) + waits_s)
     return TrainCost(token_s=token_s, step_s=step_s)
 
 
-def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
+def exchange_s(shape: Shape, layout: Layout, on: Hardware) -> float:
     """Return the seconds of an update's exchange: gradients in float32, weights in bfloat16."""
-    held = shape.stage(mesh.stages).held(mesh.tensor)
-    size = gather_bytes((memory_model.SINGLE + memory_model.HALF) * held, mesh.data)
-    return size / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
+    held = shape.stage(layout.pp).held(layout.tp)
+    size = gather_bytes((memory_model.SINGLE + memory_model.HALF) * held, layout.fsdp)
+    return size / (on.links.data_bytes_per_s(layout) * on.assumed.link)
 
 
 def unevenness(workload: Workload, ranks: int) -> float:

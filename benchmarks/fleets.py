@@ -108,7 +108,7 @@ def tables(count: int = 100) -> str:
     listed = apart(LLAMAS["70B"], GPU_COUNT)
     found = min((estimate(models, each, WORKLOAD, hardware) for each in listed), key=preference)
     learner = found.layout.learner
-    size = memory_model.kept_bytes(models, learner) * learner.devices
+    size = memory_model.kept_bytes(models, learner) * learner.ranks
     weeks = Weeks(found, replace(BASE, write_s=size / STORE_BYTES_PER_S), count)
     parts = ["### What goes in", inputs(weeks, size), "### Rates of failure", rates(weeks)]
     parts += ["### Where a week goes", causes(weeks)]

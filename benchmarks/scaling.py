@@ -16,10 +16,11 @@ from itertools import product
 
 from _estimate import Estimate, StepSizes, chunk_bytes, estimate, gathered_first_bytes
 from _shared import parse
+from stretto.layout import Layout
 from stretto.models.shapes import LLAMAS, Shape
 from stretto.planner.formulas import broadcast_bytes
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 
 COUNTS = (8, 16, 32, 64, 128)
 TENSOR = (1, 2, 4, 8)
@@ -30,7 +31,7 @@ EIGHTHS = tuple(
 )
 """Shares of the GPUs that learner, generators and scorers get where they are apart."""
 WORKLOAD = StepSizes()
-SPLIT = (Mesh(32), Mesh(24), Mesh(8))
+SPLIT = (Layout(fsdp=32), Layout(dp=24), Layout(dp=8))
 """Learner, generators and scorers of the table on weights that travel."""
 
 
@@ -90,17 +91,26 @@ def preference(found: Estimate) -> tuple[float, float, float, float]:
     return held, found.step_s, work, sum(phase.wire_bytes for phase in found.phases)
 
 
-def meshes(shape: Shape, devices: int) -> list[Mesh]:
-    """Return ways to divide devices among shards or copies of a model."""
-    fitting = (t for t in TENSOR if devices % t == 0 and shape.heads % t == shape.kv_heads % t == 0)
-    return [Mesh(devices // t, t) for t in fitting]
+def learners(shape: Shape, gpus: int) -> list[Layout]:
+    """Return ways to divide GPUs among shards of a model."""
+    return [Layout(fsdp=gpus // t, tp=t) for t in slices(shape, gpus)]
+
+
+def copies(shape: Shape, gpus: int) -> list[Layout]:
+    """Return ways to divide GPUs among copies of a model."""
+    return [Layout(dp=gpus // t, tp=t) for t in slices(shape, gpus)]
+
+
+def slices(shape: Shape, gpus: int) -> list[int]:
+    """Return numbers of slices that divide GPUs and heads."""
+    return [t for t in TENSOR if gpus % t == 0 and shape.heads % t == shape.kv_heads % t == 0]
 
 
 def together(shape: Shape, gpus: int) -> Iterator[RunLayout]:
     """List layouts with all roles on all GPUs."""
-    ways = meshes(shape, gpus)
+    ways = copies(shape, gpus)
     for learner, generator, scorer, offload, passes in product(
-        ways, ways, ways, (False, True), PASSES
+        learners(shape, gpus), ways, ways, (False, True), PASSES
     ):
         yield RunLayout(learner, generator, scorer, "all", offload, *passes)
 
@@ -108,8 +118,11 @@ def together(shape: Shape, gpus: int) -> Iterator[RunLayout]:
 def apart(shape: Shape, gpus: int) -> Iterator[RunLayout]:
     """List layouts with roles on GPUs of their own."""
     for shares in EIGHTHS:
-        learners, generators, scorers = (meshes(shape, gpus * share // 8) for share in shares)
-        for learner, generator, scorer, passes in product(learners, generators, scorers, PASSES):
+        learner_gpus, *others = (gpus * share // 8 for share in shares)
+        generators, scorers = (copies(shape, count) for count in others)
+        for learner, generator, scorer, passes in product(
+            learners(shape, learner_gpus), generators, scorers, PASSES
+        ):
             yield RunLayout(learner, generator, scorer, "none", False, *passes)
 
 
@@ -192,7 +205,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a layout's row."""
     best, layout = row.best, row.best.layout
     roles = ", ".join(
-        f"{m.data}x{m.tensor}" for m in (layout.learner, layout.generator, layout.scorer)
+        f"{n.data_parallel}x{n.tp}" for n in (layout.learner, layout.generator, layout.scorer)
     )
     held = " / ".join(gb(phase.memory_bytes) for phase in best.phases)
     if best.bursts:
@@ -225,7 +238,7 @@ def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
         rows.append(
             (
                 size,
-                f"{gb(whole)} GB, {gb(whole / learner.devices)} GB",
+                f"{gb(whole)} GB, {gb(whole / learner.ranks)} GB",
                 f"{at_once_s:.2f} s",
                 f"{whole / link:.2f} s",
                 f"{first / link:.2f} s",
@@ -237,7 +250,7 @@ def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
         *("one after another", "all through the first rank", "tokens of a step to 3 scorers"),
     )
     return (
-        f"From a learner of {learner.devices} GPUs to generators on {generator.devices}; where not "
+        f"From a learner of {learner.ranks} GPUs to generators on {generator.ranks}; where not "
         f"all ranks broadcast at once, one adapter works at a time:\n\n{table(head, rows)}"
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stretto.bounds import ceil_div
+from stretto.errors import ConfigError
 
 Bounds = tuple[tuple[int, int], ...]
 """A part of a tensor: (start, end) in each dimension."""
@@ -45,9 +46,20 @@ class Layout:
     fsdp: int = 1
     tp: int = 1
 
+    def __post_init__(self) -> None:
+        for name, size in self._sizes.items():
+            if size < 1:
+                problem = f"a layout with {name} = {size}: each number is 1 or more"
+                raise ConfigError(problem, "empty-layout")
+
     @property
     def ranks(self) -> int:
         return self.dp * self.pp * self.fsdp * self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """The copies and shards among which a batch is divided."""
+        return self.dp * self.fsdp
 
     def bounds(self, full: Divisible, rank: int) -> Bounds:
         """Return the part of a parameter that a rank holds, if its stage has it."""
@@ -74,10 +86,13 @@ class Layout:
         bounds_by_name = {name: self.first(parameter, rank) for name, parameter in full.items()}
         return {name: bounds for name, bounds in bounds_by_name.items() if bounds is not None}
 
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, "tp": self.tp}
+
     def __str__(self) -> str:
         """Return its numbers above 1, as in settings: ``{ fsdp = 4, tp = 2 }``."""
-        sizes = {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, "tp": self.tp}
-        parts = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+        parts = [f"{name} = {size}" for name, size in self._sizes.items() if size > 1]
         return f"{{ {', '.join(parts) or 'dp = 1'} }}"
 
 

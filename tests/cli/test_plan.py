@@ -151,7 +151,7 @@ def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
         knobs = candidate.schedule.knobs
         assert config.schedule.knobs == knobs
         assert config.rollout.engines == (
-            1 if candidate.layout.colocated else candidate.layout.generator.data
+            1 if candidate.layout.colocated else candidate.layout.generator.dp
         )
         seen.add(candidate.layout.sharing)
     assert seen >= {"none", "generators"} if gpus > 2 else seen
@@ -188,7 +188,7 @@ def test_memory_is_no_less_than_what_train_counts() -> None:
     spec, _ = spec_of(PPO, asked(6))
     for candidate in candidates(spec):
         place = candidate.layout
-        if candidate.on_paper or place.sharing != "none" or place.learner.devices < 2:
+        if candidate.on_paper or place.sharing != "none" or place.learner.ranks < 2:
             continue
         config = changes.changed(PPO, settings_of(PPO, candidate, spec), "the plan")
         assert spec.models.critic is not None

@@ -18,6 +18,7 @@ from raising import raises
 from stretto.api.settings import settled
 from stretto.config import Config, SftConfig
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models import backend
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
@@ -37,7 +38,6 @@ from stretto.planner.memory_model import (
     Adapters,
     DeviceMemory,
 )
-from stretto.planner.run_layout import Mesh
 from stretto.rollout import engine_registry
 from stretto.rollout.engine_registry import choose
 from stretto.runtime.placement import PROCESS_BYTES, places
@@ -330,7 +330,7 @@ def test_peft_keeps_a_float32_input_of_each_adapted_layer() -> None:
         (4, False, 0),
     ):
         counted = DeviceMemory(width=width, adapters=Adapters(100, inputs))
-        counted.put_learner([SHAPE], Mesh(1), 10, (), checkpointing=checkpointing, versions=0)
+        counted.put_learner([SHAPE], Layout(), 10, (), checkpointing=checkpointing, versions=0)
         assert counted.work["training"]["adapters' inputs"] == 10 * expected
 
 
@@ -339,7 +339,7 @@ def test_models_trained_side_by_side_have_passes_at_the_same_time() -> None:
     passes = {}
     for models, side_by_side in (([SHAPE], False), ([SHAPE] * 2, False), ([SHAPE] * 2, True)):
         counted = DeviceMemory(width=2)
-        learner = models, Mesh(1), 10, ()
+        learner = models, Layout(), 10, ()
         counted.put_learner(*learner, checkpointing=False, versions=0, side_by_side=side_by_side)
         passes[len(models), side_by_side] = counted.work["training"].total()
     assert passes[2, False] == passes[1, False] > 0

@@ -11,6 +11,7 @@ from raising import raises
 from run_helpers import SMALL_SIZES
 from stretto.config import recipes
 from stretto.errors import ModelError, StateError
+from stretto.layout import Layout
 from stretto.models.shapes import shape_of
 from stretto.planner import formulas, measuring
 from stretto.planner.calibration import Kind, MeasuredDevice, Point, fitted, predicted_s
@@ -18,7 +19,6 @@ from stretto.planner.formulas import TrainingPasses, generator_cost, prefill_cos
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.planner.measuring import WorkSizes, model_to_measure
 from stretto.planner.memory_model import cache_bytes
-from stretto.planner.run_layout import Mesh
 from stretto.runtime.sim.costs import Efficiency
 
 DEVICE = MeasuredDevice("a box", 32e9, 2)
@@ -108,7 +108,7 @@ def test_every_kind_of_point_is_needed() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_points_are_predicted_as_plans_cost_them(rows: int) -> None:
-    shape, one = shape_of("smollm2-135m"), Mesh(1)
+    shape, one = shape_of("smollm2-135m"), Layout()
     prefill = point("prefill", flops=formulas.forward_flops(shape, 256, 64, 1))
     assert prefill.seconds == pytest.approx(prefill_cost(shape, one, TRUE, length=64).seconds(256))
     decode = point(

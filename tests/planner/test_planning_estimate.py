@@ -10,11 +10,12 @@ from _estimate import StepSizes, estimate
 from _phases import Phase, Work
 from raising import raises
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner import memory_model
 from stretto.planner.formulas import fsdp_training_bytes
 from stretto.planner.hardware import Gpu, Hardware, Links
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=2, vocabulary=10, outputs=10)
@@ -29,7 +30,8 @@ ALL = Efficiency(
 )
 """Everything reaches its peak; a decode step takes half a second beside."""
 FAST = 1e30
-FOUR = Mesh(4)
+SHARDS = Layout(fsdp=4)
+COPIES = Layout(dp=4)
 LOAD = StepSizes(responses=8, prompt_tokens=3, response_tokens=2)
 SIZES = LOAD.responses, LOAD.length
 BUCKETS = 2 * 2 * P  # a small model has buckets as large as itself
@@ -43,7 +45,10 @@ def hardware(
 
 
 def layout(
-    colocated: bool, learner: Mesh = FOUR, generator: Mesh = FOUR, scorer: Mesh = FOUR
+    colocated: bool,
+    learner: Layout = SHARDS,
+    generator: Layout = COPIES,
+    scorer: Layout = COPIES,
 ) -> RunLayout:
     return RunLayout(
         learner,
@@ -92,7 +97,7 @@ def test_decoding_and_prefill_take_their_operations() -> None:
 
 
 def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
-    place = layout(True, generator=Mesh(2, 2))
+    place = layout(True, generator=Layout(dp=2, tp=2))
     peak = hardware(link=10)
     found = estimate(MODELS, place, LOAD, peak).generation
     # Four rows a copy: 12 tokens of prompts, and two steps of four; 8 bytes a token.
@@ -105,7 +110,7 @@ def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
 
 
 def test_what_does_not_fit_at_once_is_decoded_in_goes() -> None:
-    place = layout(True, *[Mesh(1)] * 3)
+    place = layout(True, *[Layout()] * 3)
     parts = memory_model.phases_of(MODELS, place, *SIZES, hardware())["generation"]
     assert parts["keys and values"] == 8 * (5 * 32 + 4 * 10)
     others = sum(parts.values()) - parts["keys and values"]
@@ -148,7 +153,7 @@ def test_training_takes_three_forwards_or_four(checkpointing: bool, factor: int)
 
 def test_shards_are_fetched_beside_the_passes() -> None:
     slow = estimate(MODELS, layout(True), LOAD, hardware(link=10)).training
-    traffic = [fsdp_training_bytes(s, Mesh(4), 2) for s in (MODELS.actor, MODELS.critic)]
+    traffic = [fsdp_training_bytes(s, Layout(fsdp=4), 2) for s in (MODELS.actor, MODELS.critic)]
     assert slow.wire_bytes == sum(traffic)
     assert slow.seconds == pytest.approx(sum(traffic) / 10)
     both = estimate(MODELS, layout(True), LOAD, hardware(flops=1, link=10)).training
@@ -165,7 +170,7 @@ def test_updates_move_their_states() -> None:
 
 
 def test_colocated_phases_add_up() -> None:
-    place = layout(True, generator=Mesh(2, 2))
+    place = layout(True, generator=Layout(dp=2, tp=2))
     found = estimate(MODELS, place, LOAD, hardware(flops=100, link=10))
     assert found.sync.wire_bytes == 2 * (168 + 84 - P / 4)
     assert found.sync.seconds == pytest.approx(found.sync.wire_bytes / 10)
@@ -189,7 +194,7 @@ def test_apart_the_slowest_group_counts() -> None:
 
 
 def test_broadcasts_between_nodes_share_the_adapters() -> None:
-    place = layout(False, Mesh(8), Mesh(4), Mesh(4))
+    place = layout(False, Layout(fsdp=8), COPIES, COPIES)
     peak = replace(hardware(), links=Links(FAST, between_bytes_per_s=10))
     found = estimate(MODELS, place, LOAD, peak)
     assert found.syncs[0].exposed_s == pytest.approx(2 * P / (4 * 10))
@@ -253,4 +258,4 @@ def test_phases_that_burst_are_named() -> None:
 
 def test_models_that_cannot_be_divided_are_refused() -> None:
     with raises(ConfigError, "heads-not-divided", 4, "2 heads"):
-        estimate(MODELS, layout(True, learner=Mesh(1, 4)), LOAD, hardware())
+        estimate(MODELS, layout(True, learner=Layout(tp=4)), LOAD, hardware())

@@ -35,9 +35,10 @@ from _goodput import (
     summarize,
 )
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import LLAMAS
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 
 ALONE = Fleet((Group("learner", 1, 8, 10.0),))
 APART = Fleet(
@@ -251,7 +252,7 @@ def test_first_order_by_hand() -> None:
 
 def test_fleets_of_layouts() -> None:
     models, hardware = ModelShapes.of_one_size(LLAMAS["7B"]), Hardware(GPUS["h100"], Links(450e9))
-    place = RunLayout(Mesh(16), Mesh(2, 4), Mesh(8), "none")
+    place = RunLayout(Layout(fsdp=16), Layout(dp=2, tp=4), Layout(dp=8), "none")
     found = estimate(models, place, StepSizes(), hardware)
     fleet = Fleet.of(found)
     assert [(g.name, g.copies, g.gpus, g.replaced) for g in fleet.groups] == [
@@ -265,7 +266,9 @@ def test_fleets_of_layouts() -> None:
     assert fleet.step_s({"generators": 1}) == max(2 * generation, found.step_s)
     assert fleet.step_s({"generators": 2}) == math.inf
 
-    together = estimate(models, RunLayout(Mesh(8), Mesh(8), Mesh(8), "all"), StepSizes(), hardware)
+    together = estimate(
+        models, RunLayout(Layout(fsdp=8), Layout(dp=8), Layout(dp=8), "all"), StepSizes(), hardware
+    )
     fleet = Fleet.of(together)
     assert fleet.fatal_gpus == fleet.gpus == 8
     assert fleet.step_s() == together.step_s

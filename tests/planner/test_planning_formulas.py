@@ -11,10 +11,11 @@ from _estimate import StepSizes, chunk_bytes, fsdp_forward_bytes, gathered_first
 from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import LLAMAS, Shape, shape_of
 from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=1, vocabulary=10, outputs=10)
@@ -78,7 +79,7 @@ def test_a_stage_has_its_share_of_the_layers() -> None:
     assert SMALL.stage(1) is SMALL
     assert SMALL.stage(2).parameters == 152 + 84
     assert memory_model.trained_bytes(SMALL.stage(2).held(1), None, 4, 2)[0] == 16 * (152 + 84) / 4
-    assert Mesh(4, 2, 2).devices == 16
+    assert Layout(fsdp=4, tp=2, pp=2).ranks == 16
 
 
 # -- links -----------------------------------------------------------------------------------------
@@ -94,10 +95,10 @@ def test_groups_within_a_node_and_across_nodes() -> None:
 
 def test_shards_of_tensor_parallel_learners_have_fewer_members_a_node() -> None:
     links = Links(within_bytes_per_s=450, between_bytes_per_s=50, gpus_per_node=8)
-    assert Mesh(2, 4).data_bytes_per_s(links) == 450  # 8 GPUs: both on one node
-    assert Mesh(4, 4).data_bytes_per_s(links) == 100  # 16 GPUs: two on each
-    assert Mesh(16, 1).data_bytes_per_s(links) == 400
-    assert Mesh(2, 8).data_bytes_per_s(links) == 50
+    assert links.data_bytes_per_s(Layout(fsdp=2, tp=4)) == 450  # 8 GPUs: both on one node
+    assert links.data_bytes_per_s(Layout(fsdp=4, tp=4)) == 100  # 16 GPUs: two on each
+    assert links.data_bytes_per_s(Layout(fsdp=16)) == 400
+    assert links.data_bytes_per_s(Layout(fsdp=2, tp=8)) == 50
 
 
 def test_published_hardware_has_the_default_efficiency() -> None:
@@ -118,11 +119,13 @@ def test_states_are_sixteen_bytes_a_parameter_over_all_devices() -> None:
 
 
 def test_two_layers_and_the_root_are_gathered() -> None:
-    assert memory_model.gathered_bytes(SMALL, Mesh(4, 2), gradients=False) == 2 * (304 / 2 + 84)
+    assert memory_model.gathered_bytes(SMALL, Layout(fsdp=4, tp=2), gradients=False) == 2 * (
+        304 / 2 + 84
+    )
     # ... and gradients of a layer and the root, in bfloat16 and float32
     expected = 2 * (304 / 2 + 84) + 6 * (152 / 2 + 84)
-    assert memory_model.gathered_bytes(SMALL, Mesh(4, 2), gradients=True) == expected
-    assert memory_model.gathered_bytes(SMALL, Mesh(1, 2), gradients=True) == 2 * (152 + 84)
+    assert memory_model.gathered_bytes(SMALL, Layout(fsdp=4, tp=2), gradients=True) == expected
+    assert memory_model.gathered_bytes(SMALL, Layout(tp=2), gradients=True) == 2 * (152 + 84)
 
 
 def test_activations_of_a_layer() -> None:
@@ -255,9 +258,9 @@ def test_collectives() -> None:
 def test_traffic_of_shards() -> None:
     # layers twice and the root once in bfloat16, all gradients in float32; three of four come in
     expected = 5 * (2 * (2 * 152 + 84) + 4 * (152 + 84)) * 3 / 4
-    assert formulas.fsdp_training_bytes(SMALL, Mesh(4, 2), 5) == expected
-    assert fsdp_forward_bytes(SMALL, Mesh(4, 2), 5) == 5 * 2 * (152 + 84) * 3 / 4
-    assert formulas.fsdp_training_bytes(SMALL, Mesh(1, 2), 5) == 0
+    assert formulas.fsdp_training_bytes(SMALL, Layout(fsdp=4, tp=2), 5) == expected
+    assert fsdp_forward_bytes(SMALL, Layout(fsdp=4, tp=2), 5) == 5 * 2 * (152 + 84) * 3 / 4
+    assert formulas.fsdp_training_bytes(SMALL, Layout(tp=2), 5) == 0
 
 
 def test_traffic_of_tensor_parallelism() -> None:
@@ -268,17 +271,19 @@ def test_traffic_of_tensor_parallelism() -> None:
 
 def test_traffic_of_weight_syncs() -> None:
     assert formulas.broadcast_bytes(SMALL) == 2 * 388
-    assert gathered_first_bytes(SMALL, Mesh(2, 2)) == 2 * 388 * (3 / 4 + 1)
+    assert gathered_first_bytes(SMALL, Layout(fsdp=2, tp=2)) == 2 * 388 * (3 / 4 + 1)
     # of what a generator's device holds, an eighth of all weights is there
-    assert formulas.reshard_bytes(SMALL, Mesh(8), Mesh(4, 2)) == 2 * (152 + 84 - 388 / 8)
-    assert formulas.reshard_bytes(SMALL, Mesh(1), Mesh(1)) == 0
+    assert formulas.reshard_bytes(SMALL, Layout(fsdp=8), Layout(dp=4, tp=2)) == 2 * (
+        152 + 84 - 388 / 8
+    )
+    assert formulas.reshard_bytes(SMALL, Layout(), Layout()) == 0
     assert chunk_bytes(1000, 3) == 24_000
 
 
 def test_states_to_the_host() -> None:
     models = ModelShapes.of_one_size(SMALL)
-    assert memory_model.kept_bytes(models, Mesh(4)) == 12 * (388 + 352) / 4
-    assert memory_model.kept_bytes(models, Mesh(2, 2)) == 12 * (152 + 84 + 152 + 48) / 2
+    assert memory_model.kept_bytes(models, Layout(fsdp=4)) == 12 * (388 + 352) / 4
+    assert memory_model.kept_bytes(models, Layout(fsdp=2, tp=2)) == 12 * (152 + 84 + 152 + 48) / 2
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -297,21 +302,21 @@ def test_a_decode_step() -> None:
     assert formulas.decode_flops(SMALL, 5, 10, 2) == 5 * (2 * (152 + 44) + 4 * 2 * 4 * 10 / 2)
     # the layers' halves and the head; of keys and values of 10 tokens of five rows the half
     assert formulas.decode_read_bytes(SMALL, 5, 10, 2) == 2 * (152 + 44) + 50 * 16 / 2
-    assert formulas.optimizer_bytes(SMALL, Mesh(4, 2)) == 32 * (152 + 84) / 4
+    assert formulas.optimizer_bytes(SMALL, Layout(fsdp=4, tp=2)) == 32 * (152 + 84) / 4
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
 def test_layouts_that_cannot_be() -> None:
-    with raises(ConfigError, "empty-mesh", "0 x 1"):
-        Mesh(0)
+    with raises(ConfigError, "empty-layout", "fsdp = 0"):
+        Layout(fsdp=0)
     with raises(ConfigError, "colocated-sizes-differ", "4, 2, 4"):
-        RunLayout(Mesh(4), Mesh(2), Mesh(4), "all")
+        RunLayout(Layout(fsdp=4), Layout(dp=2), Layout(dp=4), "all")
     with raises(ConfigError, "offload-without-turns"):
-        RunLayout(Mesh(4), Mesh(2), Mesh(4), "none", offload=True)
+        RunLayout(Layout(fsdp=4), Layout(dp=2), Layout(dp=4), "none", offload=True)
     with raises(ConfigError, "empty-passes", "0 and 8192"):
-        RunLayout(Mesh(4), Mesh(4), Mesh(4), "all", micro_tokens=0)
+        RunLayout(Layout(fsdp=4), Layout(dp=4), Layout(dp=4), "all", micro_tokens=0)
     with raises(ConfigError, "empty-step", "0 responses"):
         StepSizes(responses=0)
     with pytest.raises(ValidationError, match="less than or equal to 1"):
@@ -320,12 +325,12 @@ def test_layouts_that_cannot_be() -> None:
 
 def test_models_that_cannot_be_divided() -> None:
     links, models = Links(450e9), ModelShapes.of_one_size(LLAMAS["33B"])
-    layout = RunLayout(Mesh(1, 8), Mesh(2, 4), Mesh(2, 4), "all")
+    layout = RunLayout(Layout(tp=8), Layout(dp=2, tp=4), Layout(dp=2, tp=4), "all")
     with raises(ConfigError, "heads-not-divided", 8, "52 heads, 52"):
         layout.check(models, links)
-    layout = RunLayout(Mesh(1, 4), Mesh(2, 2), Mesh(2, 2), "all")
+    layout = RunLayout(Layout(tp=4), Layout(dp=2, tp=2), Layout(dp=2, tp=2), "all")
     with raises(ConfigError, "tensor-across-nodes", 4, "2 GPUs"):
         layout.check(models, replace(links, gpus_per_node=2))
-    layout = RunLayout(Mesh(1, 1, 64), Mesh(64), Mesh(64), "all")
+    layout = RunLayout(Layout(pp=64), Layout(dp=64), Layout(dp=64), "all")
     with raises(ConfigError, "too-many-stages", 64, "60 layers"):
         layout.check(models, links)

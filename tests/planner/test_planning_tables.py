@@ -9,9 +9,10 @@ import pytest
 
 from _estimate import Estimate, estimate
 from scaling import EIGHTHS, WORKLOAD, apart, cells, preference, rows_of, tables, together
+from stretto.layout import Layout
 from stretto.models.shapes import LLAMAS
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 H100 = Hardware(GPUS["h100"], Links.of(GPUS["h100"]))
@@ -30,7 +31,7 @@ def estimated(size: str, layout: RunLayout) -> Estimate:
 
 
 def test_what_fits_comes_before_what_is_quick() -> None:
-    place = RunLayout(Mesh(8), Mesh(1, 8), Mesh(1, 8), "all", offload=True)
+    place = RunLayout(Layout(fsdp=8), Layout(tp=8), Layout(tp=8), "all", offload=True)
     slow, burst = estimated("13B", place), estimated("13B", replace(place, checkpointing=False))
     assert not slow.bursts
     assert burst.bursts

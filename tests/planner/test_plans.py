@@ -10,6 +10,7 @@ import pytest
 from raising import raises
 from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import Shape, shape_of
 from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
 from stretto.pipelines.graph import latency_bound
@@ -36,7 +37,7 @@ from stretto.planner.plan_search import (
     search,
     work_of,
 )
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.lengths import Lognormal, Replayed, Uniform
 
@@ -126,7 +127,7 @@ def test_candidates_use_all_gpus_and_leave_no_knob_idle() -> None:
         assert not (knobs.streams and sharing in ("all", "generators"))
         if c.variant == "rlhfuse":
             assert sharing == "generators"
-            assert c.engines == c.layout.generator.data > 1
+            assert c.engines == c.layout.generator.dp > 1
 
 
 def test_models_are_cut_by_divisors_of_their_heads() -> None:
@@ -135,8 +136,8 @@ def test_models_are_cut_by_divisors_of_their_heads() -> None:
             replace(spec(6, "sync"), models=ModelShapes.of_one_size(shape_of("smollm2-135m")))
         )
     )
-    assert {c.layout.learner.tensor for c in found} == {1, 3}
-    assert {c.layout.generator.tensor for c in found} == {1, 3}
+    assert {c.layout.learner.tp for c in found} == {1, 3}
+    assert {c.layout.generator.tp for c in found} == {1, 3}
 
 
 def test_on_paper_there_are_pipelines_and_more_copies() -> None:
@@ -144,7 +145,7 @@ def test_on_paper_there_are_pipelines_and_more_copies() -> None:
     why = {c.on_paper for c in found}
     assert "a learner's processes have no pipeline stages" in why
     assert "a learner's processes hold one copy of a scorer" in why
-    assert max(c.layout.learner.stages for c in found) == 8
+    assert max(c.layout.learner.pp for c in found) == 8
     assert sum(not c.on_paper for c in found) == sum(
         not c.on_paper for c in candidates(spec(8, "sync", "async"))
     )
@@ -172,7 +173,7 @@ def test_a_stage_alone_has_no_bubble() -> None:
 
 
 def test_fused_pipelines_hold_both_models_micro_batches() -> None:
-    place = RunLayout(Mesh(1, 1, 4), Mesh(2), Mesh(1), "none", checkpointing=True)
+    place = RunLayout(Layout(pp=4), Layout(dp=2), Layout(), "none", checkpointing=True)
     plain = Candidate(place, "sync", VARIANTS["sync"])
     fused = replace(plain, pipelining="fused")
     more = [sum(memory_by_phase(SPEC, c)["training"].values()) for c in (plain, fused)]
@@ -193,7 +194,7 @@ def test_without_scorers_there_is_nothing_to_place() -> None:
 
 def test_many_gpus_are_dealt_out_by_nodes() -> None:
     found = list(candidates(spec(1000, "async")))
-    assert all(c.layout.learner.devices % 16 == 8 for c in found)
+    assert all(c.layout.learner.ranks % 16 == 8 for c in found)
     assert len(found) < 30_000
 
 
@@ -231,9 +232,9 @@ def test_the_baseline_is_known_beforehand() -> None:
 
 @pytest.mark.parametrize("sharing", ["all", "none", "generators", "learner"])
 def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
-    two = Mesh(2)
+    shards, copies = Layout(fsdp=2), Layout(dp=2)
     schedule = VARIANTS["sync"]
-    found = result_of(SPEC, Candidate(RunLayout(two, two, two, sharing), "sync", schedule))
+    found = result_of(SPEC, Candidate(RunLayout(shards, copies, copies, sharing), "sync", schedule))
     assert found.busy + sum(found.idle.values()) == pytest.approx(1)
     assert found.idle["stragglers"] > 0.05  # two copies of a generator
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
@@ -241,7 +242,7 @@ def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
 
 
 def test_staleness_follows_the_knobs() -> None:
-    place = RunLayout(Mesh(2), Mesh(2), Mesh(1), "none")
+    place = RunLayout(Layout(fsdp=2), Layout(dp=2), Layout(), "none")
     behind = result_of(SPEC, Candidate(place, "async", VARIANTS["async"]))
     assert (behind.staleness_mean, behind.staleness_max) == (1, 1)
 

@@ -9,6 +9,7 @@ import pytest
 from raising import raises
 from stretto.config import ScheduleConfig
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import shape_of
 from stretto.planner import memory_model
 from stretto.planner.candidates import (
@@ -22,7 +23,7 @@ from stretto.planner.candidates import (
     swap_s,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout, Sharing
+from stretto.planner.run_layout import ModelShapes, RunLayout, Sharing
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.costs import Efficiency, SampleCost
 from stretto.runtime.sim.lengths import Uniform
@@ -42,7 +43,7 @@ WORK = Workload(
 SPEC = PlanSpec(ModelShapes.of_one_size(QWEN), WORK, Hardware.of("h200", PERFECT))
 
 
-FOUR = Mesh(4)
+FOUR = Layout(dp=4)
 SYNC = ScheduleConfig()
 
 
@@ -50,8 +51,8 @@ def plan(layout: RunLayout, schedule: ScheduleConfig = SYNC, engines: int = 1) -
     return Candidate(layout, "a variant", schedule, engines)
 
 
-def layout(sharing: Sharing, scorer: Mesh = FOUR) -> RunLayout:
-    return RunLayout(FOUR, Mesh(2, 2), scorer, sharing)
+def layout(sharing: Sharing, scorer: Layout = FOUR) -> RunLayout:
+    return RunLayout(Layout(fsdp=4), Layout(dp=2, tp=2), scorer, sharing)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_roles_share_devices_as_the_layout_says(
 
 
 def test_each_generator_has_its_share_of_the_copies_and_of_the_scorers() -> None:
-    place = replace(layout("generators"), generator=Mesh(4), scorer=Mesh(4))
+    place = replace(layout("generators"), generator=Layout(dp=4), scorer=Layout(dp=4))
     cluster = cluster_of(SPEC, plan(place, ScheduleConfig(preset="rlhfuse"), 2))
     assert [g.devices for g in cluster.generators] == [(4, 5), (6, 7)]
     rewards = [(s.devices, s.host) for s in cluster.scorers if s.name == "reward"]
@@ -100,7 +101,7 @@ def test_weights_travel_by_reshard_or_broadcast() -> None:
     assert loads(layout("all")) == (pytest.approx((held - size / 4) / 450e9), 0.0)
     # Learner and generators fit into one node, and so do learner and scorers.
     assert loads(layout("none")) == (pytest.approx(size / 450e9), pytest.approx(critic / 450e9))
-    nodes = RunLayout(Mesh(8), Mesh(2, 4), Mesh(8), "none")
+    nodes = RunLayout(Layout(fsdp=8), Layout(dp=2, tp=4), Layout(dp=8), "none")
     assert loads(nodes) == (pytest.approx(size / 50e9), pytest.approx(critic / 50e9))
     # A critic that scores where it is trained is gathered there.
     lent = loads(layout("learner"))
@@ -118,7 +119,7 @@ def test_offloaded_states_travel_there_and_back_and_frozen_models_once() -> None
 
 
 def test_memory_of_scorers_that_stream() -> None:
-    place = layout("none", Mesh(2, 2))
+    place = layout("none", Layout(dp=2, tp=2))
     plain = memory_by_phase(SPEC, plan(place))
     streams = memory_by_phase(SPEC, plan(place, ScheduleConfig(score_on="chunk")))
     assert streams.keys() == {"generation", "scoring", "training", "weight sync"}
@@ -134,7 +135,7 @@ def test_memory_of_scorers_that_stream() -> None:
 
 def test_where_not_all_fit_a_copy_has_slots() -> None:
     """Of 62 GB beside weights and a prefill's activations, at 57,344 bytes a token and row."""
-    place = RunLayout(Mesh(2), Mesh(2), Mesh(2), "none")
+    place = RunLayout(Layout(fsdp=2), Layout(dp=2), Layout(dp=2), "none")
     long = WORK.model_copy(update={"batch": 256, "max_new_tokens": 16_284})
     on = Hardware.of("h100", PERFECT)
     spec = replace(SPEC, workload=long, hardware=on)
@@ -149,7 +150,7 @@ def test_where_not_all_fit_a_copy_has_slots() -> None:
 
 
 def test_scorers_beside_generators_find_their_caches_there() -> None:
-    place = layout("generators", Mesh(4))
+    place = layout("generators", Layout(dp=4))
     found = memory_by_phase(SPEC, plan(place))
     generator, scorer = found["generation"], found["scoring"]
     assert generator["frozen"] == scorer["frozen"] == memory_model.frozen_bytes(SPEC.models, place)

@@ -19,6 +19,7 @@ from helpers import ManualClock, ticket, told
 from raising import raises
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
+from stretto.layout import Layout
 from stretto.models.shapes import shape_of
 from stretto.observe.spans import Span, Spans
 from stretto.planner.calibration import calibrate, fit_costs
@@ -30,7 +31,7 @@ from stretto.planner.formulas import (
     train_cost,
 )
 from stretto.planner.hardware import GPUS, Hardware
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -238,7 +239,7 @@ def test_tensor_parallel_copies_share_weights_and_reduce() -> None:
     assert cost.decode.product_s == pytest.approx(2 * (layers / 4 + head) / 989e12)
     assert cost.decode.cache_s == pytest.approx(57344 / 4 / 4.8e12)
     assert cost.decode.attention_s == pytest.approx(4 * 28 * 3584 / 4 / 989e12)
-    scored = prefill_cost(QWEN.valued(), Mesh(3, 4), on)
+    scored = prefill_cost(QWEN.valued(), Layout(dp=3, tp=4), on)
     assert scored.call_s == pytest.approx(56e-5)
     assert scored.token_s == pytest.approx((2 * (layers / 4 + 3584 * 2) / 989e12 + sent) / 3)
 
@@ -269,7 +270,7 @@ def test_a_decode_step_of_a_large_model_by_hand(rows: int, longer_s: float) -> N
 )
 def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: int) -> None:
     """The simulator's generator, and the estimate of a step that the planner prints."""
-    shape, on, one = shape_of(name), Hardware.of("h200"), Mesh(1, tensor)
+    shape, on, one = shape_of(name), Hardware.of("h200"), Layout(tp=tensor)
     layout = RunLayout(one, one, one, "none")
     load = StepSizes(rows, prompt_tokens=256, response_tokens=512)
     _, decoding = estimate(ModelShapes.of_one_size(shape), layout, load, on).generation.work
@@ -281,35 +282,37 @@ def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: i
 def test_training_takes_its_operations_or_its_links() -> None:
     on, tokens = Hardware.of("h200", PERFECT), 7 * 8192
     used = QWEN.multiplied(1)
-    cost = train_cost([QWEN], Mesh(7), on, TrainingPasses(tokens, epochs=4, updates=4))
+    cost = train_cost([QWEN], Layout(fsdp=7), on, TrainingPasses(tokens, epochs=4, updates=4))
     assert cost.token_s == pytest.approx(4 * 6 * used / 989e12 / 7)
     assert cost.step_s == pytest.approx(4 * QWEN.parameters * 32 / 4.8e12 / 7)
-    checkpointed = train_cost([QWEN], Mesh(7), on, TrainingPasses(tokens, checkpointing=True))
+    checkpointed = train_cost(
+        [QWEN], Layout(fsdp=7), on, TrainingPasses(tokens, checkpointing=True)
+    )
     assert checkpointed.token_s == pytest.approx(8 * used / 989e12 / 7)
     # With little to compute, FSDP's traffic counts: 700 tokens are 100 of each shard, in one pass.
-    little = train_cost([QWEN], Mesh(7), on, TrainingPasses(700))
-    traffic = fsdp_training_bytes(QWEN, Mesh(7), 1) / 450e9
+    little = train_cost([QWEN], Layout(fsdp=7), on, TrainingPasses(700))
+    traffic = fsdp_training_bytes(QWEN, Layout(fsdp=7), 1) / 450e9
     assert little.token_s * 700 == pytest.approx(traffic)
 
 
 def test_shards_that_keep_their_weights_exchange_once_an_update() -> None:
-    on, mesh = Hardware.of("h200", PERFECT), Mesh(4, 2, 2)
+    on, layout = Hardware.of("h200", PERFECT), Layout(fsdp=4, tp=2, pp=2)
     passes = TrainingPasses(1000, updates=3, micro_tokens=10)
-    kept = kept_cost([QWEN], mesh, on, passes)
-    alone = train_cost([QWEN], Mesh(1, 2, 2), on, passes)  # gathers nothing
+    kept = kept_cost([QWEN], layout, on, passes)
+    alone = train_cost([QWEN], Layout(tp=2, pp=2), on, passes)  # gathers nothing
     assert kept.token_s == pytest.approx(alone.token_s / 4)
     held = QWEN.stage(2).held(2)
     exchanged = 6 * held * 3 / 4 / 450e9  # the four are neighbours
     updated = 32 * held / 4 / 4.8e12
     waited = 10 * alone.token_s
     assert kept.step_s == pytest.approx(3 * (updated + exchanged + waited))
-    assert train_cost([QWEN], mesh, on, passes).token_s > 10 * kept.token_s
+    assert train_cost([QWEN], layout, on, passes).token_s > 10 * kept.token_s
 
 
 def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
     on, passes = Hardware.of("h200", PERFECT), TrainingPasses(64 * 1000, micro_tokens=1000)
-    alone = train_cost([QWEN], Mesh(1), on, passes)
-    stages = train_cost([QWEN], Mesh(1, 1, 4), on, passes)
+    alone = train_cost([QWEN], Layout(), on, passes)
+    stages = train_cost([QWEN], Layout(pp=4), on, passes)
     stage = QWEN.stage(4)
     assert stage.layers == 7
     sent = 2 * 2 * 3584 / 50e9
@@ -317,7 +320,7 @@ def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
     moved = 32 * stage.held(1) / 4.8e12
     assert stages.step_s == pytest.approx(moved + 3 * 1000 * stages.token_s)
     assert stages.token_s < alone.token_s / 3
-    fused = train_cost([QWEN], Mesh(1, 1, 4), on, replace(passes, bubble=0.5))
+    fused = train_cost([QWEN], Layout(pp=4), on, replace(passes, bubble=0.5))
     assert fused.step_s == pytest.approx(moved + 0.5 * 1000 * stages.token_s)
 
 

@@ -207,18 +207,18 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
         rollout = {"engines": 1, "slots": slots}
         return {"runtime": "inline", **data, "rollout": rollout, "cluster": {"processes": []}}
     scorers = model_scorers(config.algorithm, config.reward)
-    generators = 1 if layout.colocated else layout.generator.data
+    generators = 1 if layout.colocated else layout.generator.dp
     names = generator_names(generators)
     shared_roles = {"all": [*names, *scorers], "learner": scorers}.get(layout.sharing, [])
-    learner = {"roles": ["learner", *shared_roles], "fsdp": layout.learner.data}
-    processes: list[dict[str, Any]] = [{**learner, "tp": layout.learner.tensor}]
+    learner = {"roles": ["learner", *shared_roles], "fsdp": layout.learner.fsdp}
+    processes: list[dict[str, Any]] = [{**learner, "tp": layout.learner.tp}]
     if not layout.colocated:
-        processes += [{"roles": [name], "tp": layout.generator.tensor} for name in names]
+        processes += [{"roles": [name], "tp": layout.generator.tp} for name in names]
     if scorers and layout.sharing == "none":
-        copies = layout.scorer.data
+        copies = layout.scorer.dp
         for i in range(copies):
             roles = [f"{name} {i}" for name in scorers] if copies > 1 else scorers
-            processes.append({"roles": roles, "tp": layout.scorer.tensor})
+            processes.append({"roles": roles, "tp": layout.scorer.tp})
     hosted = scorers and layout.sharing == "generators"
     return {
         "runtime": runtime_for(ceil_div(layout.gpus, spec.hardware.links.gpus_per_node)),

@@ -12,10 +12,10 @@ from stretto.cli.parsing import File, takes
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
 from stretto.interfaces import command_line, worded
+from stretto.layout import Layout
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.memory_model import host_bytes
-from stretto.planner.run_layout import Mesh
 from stretto.saying import format_size
 
 if TYPE_CHECKING:
@@ -138,13 +138,13 @@ def _roles(candidate: Candidate, plan: Plan) -> str:
     layout = candidate.layout
     again = ", layers computed again" if layout.checkpointing else ""
     offload = ", roles offloaded" if layout.offload else ""
-    learner = f"learner {_mesh(layout.learner, 'fsdp')}"
-    if layout.learner.stages > 1:
+    learner = f"learner {_layout(layout.learner, 'fsdp')}"
+    if layout.learner.pp > 1:
         learner += f" ({candidate.pipelining})"
     parts = [f"{learner}, {layout.micro_tokens:,} tokens a micro-batch{again}{offload}"]
-    parts.append(f"generators {_mesh(layout.generator, 'copies')}")
+    parts.append(f"generators {_layout(layout.generator, 'copies')}")
     if plan.spec.models.scoring:
-        parts.append(f"scorers {_mesh(layout.scorer, 'copies')}")
+        parts.append(f"scorers {_layout(layout.scorer, 'copies')}")
     return "; ".join(parts)
 
 
@@ -156,9 +156,9 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.0f}" if size >= 10e9 else f"{size / 1e9:.1f}"
 
 
-def _mesh(mesh: Mesh, data: str) -> str:
-    stages = f" x {mesh.stages} stages" if mesh.stages > 1 else ""
-    return f"{data} {mesh.data} x tp {mesh.tensor}{stages}"
+def _layout(layout: Layout, data: str) -> str:
+    stages = f" x {layout.pp} stages" if layout.pp > 1 else ""
+    return f"{data} {layout.data_parallel} x tp {layout.tp}{stages}"
 
 
 def _offered() -> list[str]:

@@ -12,11 +12,12 @@ from typing import Literal
 
 from stretto.bounds import ceil_div
 from stretto.config import ScheduleConfig
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import Hardware
 from stretto.planner.memory_model import Parts
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
@@ -83,7 +84,7 @@ class Candidate:
     @property
     def bubble(self) -> float:
         """A stage's idle time in an update, in micro-batches, for a model."""
-        return bubble(self.pipelining, self.layout.learner.stages)
+        return bubble(self.pipelining, self.layout.learner.pp)
 
     @property
     def kind(self) -> Kind:
@@ -97,11 +98,11 @@ class Candidate:
             return "shards of the learner and weights of a generator are not offloaded"
         if layout.gpus == 1:
             return ""
-        if layout.learner.stages > 1:
+        if layout.learner.pp > 1:
             return "a learner's processes have no pipeline stages"
-        if layout.colocated and layout.generator.data > 1:
+        if layout.colocated and layout.generator.dp > 1:
             return "a learner's processes hold one generator"
-        if layout.scorer.data > 1 and layout.sharing in ("all", "learner"):
+        if layout.scorer.dp > 1 and layout.sharing in ("all", "learner"):
             return "a learner's processes hold one copy of a scorer"
         return ""
 
@@ -113,9 +114,9 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
         # The learner's memory depends only on the roles that share its GPUs.
         seen = plain
         if plain.sharing in ("none", "generators"):
-            seen = replace(plain, sharing="none", generator=Mesh(1), scorer=Mesh(1))
+            seen = replace(plain, sharing="none", generator=Layout(), scorer=Layout())
         elif plain.sharing == "learner":
-            seen = replace(plain, generator=Mesh(1))
+            seen = replace(plain, generator=Layout())
         for way in quickest(seen):
             layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=way.checkpointing)
             for variant, schedule in spec.variants.items():
@@ -123,7 +124,7 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
                 if _pointless(candidate):
                     continue
                 if schedule.knobs.migrates(2) and not schedule.knobs.streams:
-                    candidate = replace(candidate, engines=layout.generator.data)
+                    candidate = replace(candidate, engines=layout.generator.dp)
                 if spec.on_paper or not candidate.on_paper or candidate.kind[:2] == BASELINE:
                     for pipelining in _pipelinings(spec, layout):
                         yield replace(candidate, pipelining=pipelining)
@@ -143,11 +144,11 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     rows = spec.in_flight(candidate.schedule)
     phases = memory_model.phases_of(models, layout, rows, spec.longest, spec.hardware)
     if candidate.schedule.knobs.streams:
-        tensor, copies = layout.scorer.tensor, layout.scorer.data
+        tensor, copies = layout.scorer.tp, layout.scorer.dp
         tokens = rows * spec.workload.mean_tokens / copies
         streams = tokens * sum(memory_model.cache_bytes(shape, tensor) for shape in models.scoring)
         phases["scoring"] = {**phases["scoring"], "responses that stream": streams}
-    stages = layout.learner.stages
+    stages = layout.learner.pp
     more = {
         "1f1b": 0.0,
         # Two chunks of layers a stage: Narayanan et al. 2021, section 2.2.
@@ -161,7 +162,7 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
 
 
 def _pipelinings(spec: PlanSpec, layout: RunLayout) -> Iterator[Pipelining]:
-    stages = layout.learner.stages
+    stages = layout.learner.pp
     yield "1f1b"
     if stages > 1 and all(shape.layers >= 2 * stages for shape in spec.models.trained):
         yield "interleaved"
@@ -179,7 +180,7 @@ def _pointless(candidate: Candidate) -> bool:
     if layout.offload and knobs.score_on != "batch":
         return True
     if knobs.migrates(2) and not knobs.streams:  # freed generators score
-        return layout.sharing != "generators" or layout.generator.data == 1
+        return layout.sharing != "generators" or layout.generator.dp == 1
     return False
 
 
@@ -194,37 +195,41 @@ def _layouts(spec: PlanSpec) -> Iterator[RunLayout]:
     }
 
     @cache
-    def meshes(devices: int, role: str) -> list[Mesh]:
-        """Return ways to divide a role's models among devices, tensor-parallel within a node."""
+    def layouts(ranks: int, role: str) -> list[Layout]:
+        """Return ways to divide a role's models among ranks, tensor-parallel within a node."""
         stages = STAGES if role == "learner" and spec.on_paper else (1,)
         return [
-            Mesh(devices // (t * p), t, p)
+            Layout(fsdp=ranks // (t * p), tp=t, pp=p)
+            if role == "learner"
+            else Layout(dp=ranks // t, tp=t)
             for t in range(1, node + 1)
             if all(shape.cuts_into(t) for shape in shapes[role])
             and (node % t == 0 or gpus <= node)  # none spans two nodes
             for p in stages
-            if devices % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])
+            if ranks % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])
         ]
 
-    for learner, generator, scorer in product(*(meshes(gpus, role) for role in shapes)):
+    for learner, generator, scorer in product(*(layouts(gpus, role) for role in shapes)):
         for offload in (False, True):
             yield RunLayout(learner, generator, scorer, "all", offload)
     step = node * ceil_div(gpus, node * SPLITS)
     shares = range(1, gpus) if gpus <= SPLITS else range(node, gpus, step)
     for learners in shares:
         rest = gpus - learners
-        for learner, generator in product(meshes(learners, "learner"), meshes(rest, "generators")):
-            if generator in meshes(rest, "scorers"):  # a copy with each generator
+        for learner, generator in product(
+            layouts(learners, "learner"), layouts(rest, "generators")
+        ):
+            if generator in layouts(rest, "scorers"):  # a copy with each generator
                 yield RunLayout(learner, generator, generator, "generators")
-            scorers_there = meshes(learners, "scorers") if scored else []
+            scorers_there = layouts(learners, "scorers") if scored else []
             for scorer in scorers_there:
-                if scorer.data == 1 or spec.on_paper:
+                if scorer.dp == 1 or spec.on_paper:
                     yield RunLayout(learner, generator, scorer, "learner")
         powers = [2**k for k in range(gpus.bit_length())] if scored else []
         for scorers in sorted({*powers, *(3 * n for n in powers)}):
             if scorers <= gpus // 2 and learners + scorers < gpus:
                 sizes = (learners, rest - scorers, scorers)
-                for learner, generator, scorer in product(*map(meshes, sizes, shapes)):
+                for learner, generator, scorer in product(*map(layouts, sizes, shapes)):
                     yield RunLayout(learner, generator, scorer, "none")
 
 
@@ -252,7 +257,7 @@ def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
         generators=tuple(
             GeneratorRole(
                 devices=generators[i * per_engine : (i + 1) * per_engine],
-                tensor_parallel=layout.generator.tensor,
+                tensor_parallel=layout.generator.tp,
                 cost=cost,
                 slots=slots,
             )
@@ -274,7 +279,7 @@ def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
 
 def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
     fit = cost_of_generator(spec, candidate.layout).cache_tokens // spec.longest
-    copies, in_flight = candidate.layout.generator.data, spec.in_flight(candidate.schedule)
+    copies, in_flight = candidate.layout.generator.dp, spec.in_flight(candidate.schedule)
     return 0 if fit * copies >= in_flight else max(fit, 1)
 
 
@@ -283,7 +288,7 @@ def cost_of_generator(spec: PlanSpec, layout: RunLayout) -> GeneratorCost:
     actor, generator = spec.models.actor, layout.generator
     cost = formulas.generator_cost(
         actor,
-        generator.tensor,
+        generator.tp,
         spec.hardware,
         length=spec.workload.prompt_tokens.quantile(0.5, 0),
         free_bytes=memory_model.cache_room_bytes(spec.models, layout, spec.hardware),
@@ -320,7 +325,7 @@ def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[Scor
     ]
     count = engines if hosted else 1
     per_copy = len(devices) // count
-    mesh = Mesh(max(layout.scorer.data // count, 1), layout.scorer.tensor)
+    copies = Layout(dp=max(layout.scorer.dp // count, 1), tp=layout.scorer.tp)
     length = spec.workload.mean_tokens
     critic_load_s = 0.0
     if models.critic and not layout.colocated:
@@ -331,7 +336,7 @@ def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[Scor
             name=name,
             kind=kind,
             devices=devices[i * per_copy : (i + 1) * per_copy],
-            cost=formulas.prefill_cost(shape, mesh, spec.hardware, length=length),
+            cost=formulas.prefill_cost(shape, copies, spec.hardware, length=length),
             follows="critic" if name == "critic" else "",
             load_s=critic_load_s if name == "critic" else 0.0,
             host=i if hosted else None,
@@ -352,15 +357,15 @@ def swap_s(spec: PlanSpec, layout: RunLayout) -> float:
     return size / (on.links.host_bytes_per_s * on.assumed.link)
 
 
-def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
+def _reshard_s(shape: Shape, learner: Layout, to: Layout, on: Hardware) -> float:
     size = formulas.reshard_bytes(shape, learner, to)
-    speed = to.data_bytes_per_s(on.links)  # ranks with the same slice exchange their shards
+    speed = on.links.data_bytes_per_s(to)  # ranks with the same slice exchange their shards
     return max(size, 0.0) / (speed * on.assumed.link)
 
 
-def _broadcast_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
+def _broadcast_s(shape: Shape, learner: Layout, to: Layout, on: Hardware) -> float:
     """Return the seconds to broadcast all shards one after another, as Stretto's ranks do."""
     speed = on.links.within_bytes_per_s
-    if learner.devices + to.devices > on.links.gpus_per_node:  # by the adapter of a shard's rank
+    if learner.ranks + to.ranks > on.links.gpus_per_node:  # by the adapter of a shard's rank
         speed = min(speed, on.links.between_bytes_per_s)
     return formulas.broadcast_bytes(shape) / (speed * on.assumed.link)

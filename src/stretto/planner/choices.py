@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from stretto.config import Config, RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, ModelError
+from stretto.layout import Layout
 from stretto.models.info import load_config, model_info
 from stretto.models.resolve import is_known, resolve
 from stretto.models.shapes import Shape
@@ -24,7 +25,6 @@ from stretto.planner.fitting import (
     model_shape,
 )
 from stretto.planner.memory_model import CONTEXT, PHASES, SYNC, Adapters, DeviceMemory
-from stretto.planner.run_layout import Mesh
 from stretto.runtime.placement import ProcessPlacement, places
 from stretto.saying import format_size
 
@@ -193,7 +193,7 @@ def supervised_fits(config: SftConfig | RewardModelConfig, width: int, room: int
     memory.put("contexts", CONTEXT)
     memory.put_learner(
         [shape if sides == 1 else shape.valued()],
-        Mesh(1),
+        Layout(),
         max(config.training.microbatch_tokens, sides * config.data.max_tokens),
         (),
         checkpointing=m.gradient_checkpointing == "on",

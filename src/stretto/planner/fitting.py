@@ -16,6 +16,7 @@ from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
 from stretto.config.cluster_config import LEARNER
 from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
+from stretto.layout import Layout
 from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
@@ -32,7 +33,6 @@ from stretto.planner.memory_model import (
     DeviceMemory,
     trained_bytes,
 )
-from stretto.planner.run_layout import Mesh
 from stretto.runtime.placement import PROCESS_BYTES, ProcessPlacement, places, published
 from stretto.saying import format_count, format_size
 
@@ -338,7 +338,10 @@ class RunMemory:
         room: Callable[[str], int],
     ) -> None:
         c, process = self.config, self.config.cluster.process_of(LEARNER)
-        mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
+        layout, rests = (
+            Layout(fsdp=process.fsdp, tp=process.tp),
+            place.offload and place.device != "cpu",
+        )
         inline, copies = not c.runtime_kind.has_processes, process.ranks == 1
         reads: Literal["", "frozen", "all"] = ""
         if inline:
@@ -352,7 +355,7 @@ class RunMemory:
                 moments = ("training",) if self.at_once else ("scoring", "training")
                 holds.put_learner(
                     models,
-                    mesh,
+                    layout,
                     tokens,
                     () if inline else models,
                     checkpointing=c.model.gradient_checkpointing == "on",
@@ -378,7 +381,7 @@ class RunMemory:
                     model,
                     len(place.devices),
                     c.rollout.prefill_tokens if generates else tokens,
-                    mesh if follows and not inline else None,
+                    layout if follows and not inline else None,
                     rows=c.cached_rows if generates else None,
                     positions=c.longest,
                     logits=seat.scorer == "reference",

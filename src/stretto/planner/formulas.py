@@ -1,5 +1,5 @@
 """Costs from public figures: operations, bytes over links, and their seconds. A roofline of
-decoding, scoring and training on meshes of GPUs, linear in tokens and rows. Real systems reach an
+decoding, scoring and training on layouts of GPUs, linear in tokens and rows. Real systems reach an
 assumed share of the peaks. Bytes over links are those that a GPU receives."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from stretto.config import Section
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import Shape, shape_of
 from stretto.planner.hardware import Hardware
 from stretto.planner.memory_model import HALF, SINGLE, cache_bytes, weight_bytes
-from stretto.planner.run_layout import Mesh
 from stretto.runtime.sim import costs
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 
@@ -54,9 +54,9 @@ def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) ->
     return HALF * shape.multiplied(tensor) + rows * context * cache_bytes(shape, tensor)
 
 
-def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
+def optimizer_bytes(shape: Shape, layout: Layout) -> float:
     """Return the bytes that a device moves to update its shard."""
-    return OPTIMIZER * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data
+    return OPTIMIZER * shape.stage(layout.pp).held(layout.tp) / layout.fsdp
 
 
 def gather_bytes(total: float, members: int) -> float:
@@ -64,14 +64,14 @@ def gather_bytes(total: float, members: int) -> float:
     return total * (members - 1) / members
 
 
-def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
+def fsdp_training_bytes(shape: Shape, layout: Layout, passes: int) -> float:
     """Return bytes of FSDP2 for a shard's micro-batches: each pass gathers layers twice, the root
     once, and reduces float32 gradients (``training/sharded.py``, Zhao et al. 2023)."""
-    shape = shape.stage(mesh.stages)
-    layers = shape.layers * shape.layer_parameters / mesh.tensor
+    shape = shape.stage(layout.pp)
+    layers = shape.layers * shape.layer_parameters / layout.tp
     weights = HALF * (2 * layers + shape.root_parameters)
-    gradients = SINGLE * shape.held(mesh.tensor)
-    return passes * gather_bytes(weights + gradients, mesh.data)
+    gradients = SINGLE * shape.held(layout.tp)
+    return passes * gather_bytes(weights + gradients, layout.fsdp)
 
 
 def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> float:
@@ -84,10 +84,10 @@ def broadcast_bytes(shape: Shape) -> float:
     return HALF * shape.parameters
 
 
-def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
+def reshard_bytes(shape: Shape, learner: Layout, generator: Layout) -> float:
     """Return bytes of making generators' weights out of the learner's shards on the same devices. 2
     P (1/t - 1/n), as a GPU already has its shard: HybridFlow (Sheng et al. 2024)."""
-    return HALF * (shape.held(generator.tensor) - shape.parameters / learner.devices)
+    return HALF * (shape.held(generator.tp) - shape.parameters / learner.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ class TrainingPasses:
     checkpointing: bool = False
     bubble: float | None = None
 
-    def micro(self, data: int) -> float:
+    def micro(self, data_parallel: int) -> float:
         """Return the tokens of a micro-batch: at most a shard's tokens in an update."""
-        shard_tokens = self.tokens * self.epochs / self.updates / data
+        shard_tokens = self.tokens * self.epochs / self.updates / data_parallel
         return min(self.micro_tokens, max(shard_tokens, 1.0))
 
 
@@ -162,42 +162,48 @@ def generator_cost(
 
 
 def prefill_cost(
-    shape: Shape, mesh: Mesh, on: Hardware, *, length: float = 0.0
+    shape: Shape, layout: Layout, on: Hardware, *, length: float = 0.0
 ) -> costs.PrefillCost:
     """Return the cost of scoring by a model, whose copies share a call's tokens evenly."""
-    token_s, pass_s = _reduced(shape, mesh.tensor, on, FORWARD)
+    token_s, pass_s = _reduced(shape, layout.tp, on, FORWARD)
     work = on.gpu.flops * on.assumed.prefill
-    token_s += forward_flops(shape, 1, length, mesh.tensor) / work
-    return costs.PrefillCost(call_s=on.assumed.call_s + pass_s, token_s=token_s / mesh.data)
+    token_s += forward_flops(shape, 1, length, layout.tp) / work
+    return costs.PrefillCost(
+        call_s=on.assumed.call_s + pass_s, token_s=token_s / layout.data_parallel
+    )
 
 
 def train_cost(
-    shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: TrainingPasses
+    shapes: Sequence[Shape], layout: Layout, on: Hardware, passes: TrainingPasses
 ) -> costs.TrainCost:
     """Return the cost of training the actor, and then the critic if there is one."""
     token_s = step_s = 0.0
     for shape in shapes:
-        stage_token_s = _trained_token_s(shape, mesh, on, passes)
-        bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
-        moved_s = optimizer_bytes(shape, mesh) / (on.gpu.memory_bytes_per_s * on.assumed.optimizer)
-        token_s += passes.epochs * stage_token_s / mesh.data
-        step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * stage_token_s)
+        stage_token_s = _trained_token_s(shape, layout, on, passes)
+        bubble = layout.pp - 1 if passes.bubble is None else passes.bubble
+        moved_s = optimizer_bytes(shape, layout) / (
+            on.gpu.memory_bytes_per_s * on.assumed.optimizer
+        )
+        token_s += passes.epochs * stage_token_s / layout.data_parallel
+        step_s += passes.updates * (
+            moved_s + bubble * passes.micro(layout.data_parallel) * stage_token_s
+        )
     return costs.TrainCost(step_s=step_s, token_s=token_s)
 
 
-def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPasses) -> float:
+def _trained_token_s(shape: Shape, layout: Layout, on: Hardware, passes: TrainingPasses) -> float:
     """Return a stage's seconds for one of its tokens, forward and backward."""
-    stage, micro = shape.stage(mesh.stages), passes.micro(mesh.data)
+    stage, micro = shape.stage(layout.pp), passes.micro(layout.data_parallel)
     checkpointing, length = passes.checkpointing, passes.length
-    flops = training_flops(stage, 1, length, mesh.tensor, checkpointing=checkpointing)
+    flops = training_flops(stage, 1, length, layout.tp, checkpointing=checkpointing)
     work_s = flops / (on.gpu.flops * on.assumed.training)
-    gathered = fsdp_training_bytes(shape, mesh, 1) / micro
-    gather_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
+    gathered = fsdp_training_bytes(shape, layout, 1) / micro
+    gather_s = gathered / (on.links.data_bytes_per_s(layout) * on.assumed.link)
     reductions = CHECKPOINTED if checkpointing else TRAINED
-    reduced_s, pass_s = _reduced(stage, mesh.tensor, on, reductions)
+    reduced_s, pass_s = _reduced(stage, layout.tp, on, reductions)
     sent_s = 0.0
-    if mesh.stages > 1:  # hidden states to the next stage, their gradients back
-        sent_s = 2 * HALF * shape.hidden / mesh.tensor
+    if layout.pp > 1:  # hidden states to the next stage, their gradients back
+        sent_s = 2 * HALF * shape.hidden / layout.tp
         sent_s /= on.links.between_bytes_per_s * on.assumed.link
     return max(work_s, gather_s) + reduced_s + pass_s / micro + sent_s  # FSDP overlaps
 
@@ -227,17 +233,20 @@ def priced(cluster: Cluster) -> Cluster:
     def scorer(role: ScorerRole) -> costs.PrefillCost:
         shape = shape_of(role.model)
         shape = shape if role.kind == "logprobs" else shape.valued()
-        return prefill_cost(shape, mesh_of(role), on, length=w.mean_tokens)
+        return prefill_cost(shape, layout_of(role), on, length=w.mean_tokens)
 
     def learner(role: LearnerRole) -> costs.TrainCost:
         actor, *critics = map(shape_of, role.models)
         passes = TrainingPasses(w.batch * w.mean_tokens, w.mean_tokens, role.epochs, role.updates)
-        cost = train_cost((actor, *(c.valued() for c in critics)), mesh_of(role), on, passes)
+        cost = train_cost((actor, *(c.valued() for c in critics)), layout_of(role), on, passes)
         link = on.gpu.link_bytes_per_s * on.assumed.link
         return cost.model_copy(update={"publish_s": broadcast_bytes(actor) / link})
 
-    def mesh_of(role: ScorerRole | LearnerRole) -> Mesh:
-        return Mesh(len(role.devices) // role.tensor_parallel, role.tensor_parallel)
+    def layout_of(role: ScorerRole | LearnerRole) -> Layout:
+        data = len(role.devices) // role.tensor_parallel
+        if isinstance(role, LearnerRole):
+            return Layout(fsdp=data, tp=role.tensor_parallel)
+        return Layout(dp=data, tp=role.tensor_parallel)
 
     def put(role: R, cost: Callable[[R], Section]) -> R:
         if role.cost is not None:

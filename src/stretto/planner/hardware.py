@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from stretto.config import recipes
 from stretto.errors import ConfigError, nearest
 from stretto.files import write_whole
+from stretto.layout import Layout
 from stretto.runtime.sim.costs import Efficiency
 
 T = TypeVar("T")
@@ -84,6 +85,11 @@ class Links:
         if members <= members_a_node:
             return self.within_bytes_per_s
         return min(self.within_bytes_per_s, members_a_node * self.between_bytes_per_s)
+
+    def data_bytes_per_s(self, layout: Layout) -> float:
+        """Return the speed of collectives over copies or shards. Slices are neighbours."""
+        a_node = max(1, self.gpus_per_node // layout.tp)
+        return self.bytes_per_s(layout.data_parallel, min(layout.data_parallel, a_node))
 
 
 @dataclass(frozen=True, slots=True)

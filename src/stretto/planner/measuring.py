@@ -20,6 +20,7 @@ import torch.distributed as dist
 from stretto.algorithms.experience import LossInputs
 from stretto.config import AlgorithmConfig, Config, RolloutConfig
 from stretto.errors import ModelError
+from stretto.layout import Layout
 from stretto.machine import Machine, usable_cores
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.forward import positions
@@ -30,7 +31,6 @@ from stretto.models.shapes import Shape, known_config
 from stretto.planner import formulas
 from stretto.planner.calibration import MeasuredDevice, Point
 from stretto.planner.memory_model import BUCKET, HALF, activation_bytes, logits_bytes
-from stretto.planner.run_layout import Mesh
 from stretto.rollout.base import Engine, EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.training.backprop import LocalBackprop
@@ -276,7 +276,7 @@ def trainings(model: MeasuredModel, sizes: WorkSizes) -> Iterator[Point]:
         flops = formulas.training_flops(shape, rows * length, length, 1, checkpointing=False)
         yield Point("training", f"{rows} x {length} tokens", seconds, flops=flops)
     seconds = timed(trained.update, model.device, sizes.repeats)
-    size = formulas.optimizer_bytes(shape, Mesh(1))
+    size = formulas.optimizer_bytes(shape, Layout())
     yield Point("update", f"{shape.parameters:,.0f} weights", seconds, size=size)
     trained.close()
 

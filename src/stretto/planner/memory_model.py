@@ -14,9 +14,10 @@ from functools import partial
 from math import ceil
 from typing import Literal
 
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 
 Parts = Mapping[str, float]  # bytes of a GPU in a phase, by part
 SYNC = "weight sync"
@@ -74,7 +75,7 @@ def _dequantized_bytes(shape: Shape, width: int) -> int:
     return width * shape.hidden * shape.inner if shape.in_4bit else 0
 
 
-def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
+def gathered_bytes(shape: Shape, layout: Layout, *, gradients: bool) -> float:
     """Return the bytes that FSDP2 gathers in a pass of a learner.
 
     It gathers two layers at a time, the current and the next one, and the embedding and output
@@ -82,9 +83,9 @@ def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
     backward pass adds gradients of a layer and of the root, in bfloat16 and, for the reduction, in
     float32. A learner of one shard has a copy of all weights to compute with.
     """
-    if mesh.data == 1:
-        return weight_bytes(shape, mesh.tensor)
-    layer, root = shape.layer_parameters / mesh.tensor, shape.root_parameters
+    if layout.fsdp == 1:
+        return weight_bytes(shape, layout.tp)
+    layer, root = shape.layer_parameters / layout.tp, shape.root_parameters
     of_gradients = (HALF + SINGLE) * (layer + root) if gradients else 0
     return HALF * (2 * layer + root) + of_gradients
 
@@ -182,7 +183,7 @@ class DeviceMemory:
     def put_learner(
         self,
         models: Sequence[Shape],
-        mesh: Mesh,
+        layout: Layout,
         tokens: int,
         synced: Sequence[Shape],
         *,
@@ -213,11 +214,11 @@ class DeviceMemory:
         adapters = self.adapter_parameters if self.adapters else None
         copied = copies and width < SINGLE and adapters is None
         for shape in models:
-            weights = shape.stage(mesh.stages).held(mesh.tensor)
-            states, _ = trained_bytes(weights, adapters, mesh.data, width)
+            weights = shape.stage(layout.pp).held(layout.tp)
+            states, _ = trained_bytes(weights, adapters, layout.fsdp, width)
             if adapters is not None and shape not in shared:
-                frozen = weight_bytes(shape.stage(mesh.stages), mesh.tensor, width)
-                self.put(FROZEN, frozen / mesh.data)
+                frozen = weight_bytes(shape.stage(layout.pp), layout.tp, width)
+                self.put(FROZEN, frozen / layout.fsdp)
             if copied:
                 self.put("learner's weights", width * weights)
             resting = round(states * (2 + copied) / 4) if moments else 0
@@ -226,22 +227,22 @@ class DeviceMemory:
                 self.put("learner's moments", resting, *moments)
             if versions:
                 sync_bytes = width * weights if adapters is None else SINGLE * adapters
-                self.put(PUBLISHED, versions * sync_bytes / mesh.data)
+                self.put(PUBLISHED, versions * sync_bytes / layout.fsdp)
         for shape in synced:
             self._put_buckets(shape)
-        passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
+        passes = [self._pass(shape, layout, tokens, checkpointing, copies) for shape in models]
         if not side_by_side:
             passes = [max(passes, key=Counter.total)]
         for parts in passes:
             self.work["training"].update(parts)
         if offload:
-            self.put("actor's masters", _masters(models[0], mesh), SYNC)
+            self.put("actor's masters", _masters(models[0], layout), SYNC)
         if values:
             critic = models[-1]
             if offload:
-                self.put("critic's masters", _masters(critic, mesh), "scoring")
-            self.put("gathered", gathered_bytes(critic, mesh, gradients=False), "scoring")
-            self._put_pass(layer_activation_bytes(critic, tokens, mesh.tensor), 0)
+                self.put("critic's masters", _masters(critic, layout), "scoring")
+            self.put("gathered", gathered_bytes(critic, layout, gradients=False), "scoring")
+            self._put_pass(layer_activation_bytes(critic, tokens, layout.tp), 0)
 
     def put_inference(
         self,
@@ -249,7 +250,7 @@ class DeviceMemory:
         shape: Shape,
         tensor: int,
         tokens: int,
-        learner: Mesh | None = None,
+        learner: Layout | None = None,
         *,
         rows: int | None = None,
         positions: int = 0,
@@ -275,7 +276,9 @@ class DeviceMemory:
         weights = 0 if frozen else weight_bytes(shape, tensor, self.width)
         if rows is None and learner is None and not shape.cuts_into(tensor):
             weights = 0 if frozen else self.width * shape.parameters / tensor
-            self.put("gathered", gathered_bytes(shape, Mesh(tensor), gradients=False), "scoring")
+            self.put(
+                "gathered", gathered_bytes(shape, Layout(fsdp=tensor), gradients=False), "scoring"
+            )
             tensor = 1  # its passes have full layers
             rests = False  # FSDP keeps shards on the device
         if learner or reads == "frozen":
@@ -298,13 +301,13 @@ class DeviceMemory:
             self.put("activations", activations, "generation")
 
     def _pass(
-        self, shape: Shape, mesh: Mesh, tokens: int, checkpointing: bool, copies: bool
+        self, shape: Shape, layout: Layout, tokens: int, checkpointing: bool, copies: bool
     ) -> Counter[str]:
         # A pipeline's first stage holds one micro-batch per stage, so the activations of all layers
         # count.
         rounded = self.adapters is not None and self.width < SINGLE  # frozen under adapters
         activations = activation_bytes(
-            shape, tokens, mesh.tensor, checkpointing=checkpointing, frozen=rounded
+            shape, tokens, layout.tp, checkpointing=checkpointing, frozen=rounded
         )
         parts = Counter(
             activations=round(activations * self.width / HALF),
@@ -316,8 +319,8 @@ class DeviceMemory:
         if matrix := _dequantized_bytes(shape, self.width):
             parts["dequantized"] = matrix
         if not copies:
-            stage, gradients = shape.stage(mesh.stages), self.adapters is None
-            parts["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
+            stage, gradients = shape.stage(layout.pp), self.adapters is None
+            parts["gathered"] = round(gathered_bytes(stage, layout, gradients=gradients))
         return parts
 
     def _put_pass(self, activations: float, logits: float) -> None:
@@ -335,8 +338,8 @@ class DeviceMemory:
         self.put("buckets", size, SYNC)
 
 
-def _masters(shape: Shape, learner: Mesh) -> float:
-    return SINGLE * shape.stage(learner.stages).held(learner.tensor) / learner.data
+def _masters(shape: Shape, learner: Layout) -> float:
+    return SINGLE * shape.stage(learner.pp).held(learner.tp) / learner.fsdp
 
 
 def phases_of(
@@ -377,7 +380,7 @@ def _devices(
     colocated = layout.colocated
     learner = layout.learner
     together = DeviceMemory()
-    on = {role: together if role in layout.shared else DeviceMemory() for role in layout.meshes}
+    on = {role: together if role in layout.shared else DeviceMemory() for role in layout.layouts}
     on["learner"].put_learner(
         models.trained,
         learner,
@@ -390,10 +393,8 @@ def _devices(
     )
     tokens = layout.prefill_tokens
     generate = partial(on["generators"].put_inference, "weights", rests=colocated)
-    generate(models.actor, layout.generator.tensor, tokens, learner, rows=rows, positions=length)
-    score = partial(
-        on["scorers"].put_inference, "frozen", tensor=layout.scorer.tensor, tokens=tokens
-    )
+    generate(models.actor, layout.generator.tp, tokens, learner, rows=rows, positions=length)
+    score = partial(on["scorers"].put_inference, "frozen", tensor=layout.scorer.tp, tokens=tokens)
     if models.reward:
         score(shape=models.reward, rests=layout.offload)
     if models.reference:
@@ -408,8 +409,8 @@ def rows_in_flight(
 ) -> tuple[int, int]:
     """Return the responses that a generator decodes at once, and the number of rounds it needs.
     Keys and values must fit at full length. One response is decoded even if none fits."""
-    share = ceil(responses / layout.generator.data)
-    response_bytes = row_bytes(models.actor, length, layout.generator.tensor)
+    share = ceil(responses / layout.generator.dp)
+    response_bytes = row_bytes(models.actor, length, layout.generator.tp)
     fit = max(1, int(cache_room_bytes(models, layout, hardware) // response_bytes))
     goes = ceil(share / fit)
     return ceil(share / goes), goes
@@ -424,7 +425,7 @@ def cache_room_bytes(models: ModelShapes, layout: RunLayout, hardware: Hardware)
 
 def frozen_bytes(models: ModelShapes, layout: RunLayout) -> float:
     shapes = models.frozen if layout.colocated else models.scoring
-    return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
+    return sum(weight_bytes(shape, layout.scorer.tp) for shape in shapes)
 
 
 def host_bytes(models: ModelShapes, layout: RunLayout) -> float:
@@ -432,7 +433,7 @@ def host_bytes(models: ModelShapes, layout: RunLayout) -> float:
     return kept_bytes(models, layout.learner) + frozen_bytes(models, layout) if offloads else 0.0
 
 
-def kept_bytes(models: ModelShapes, learner: Mesh) -> float:
+def kept_bytes(models: ModelShapes, learner: Layout) -> float:
     """Return the bytes of a learner's states on a GPU that outlive a step: all but gradients."""
-    parameters = sum(shape.stage(learner.stages).held(learner.tensor) for shape in models.trained)
-    return KEPT * parameters / learner.data
+    parameters = sum(shape.stage(learner.pp).held(learner.tp) for shape in models.trained)
+    return KEPT * parameters / learner.fsdp

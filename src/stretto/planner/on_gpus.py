@@ -8,9 +8,10 @@ from math import ceil
 
 from stretto.config.sections import Gpus
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.planner.hardware import Hardware
 from stretto.planner.memory_model import Parts, host_bytes, phases_of, rows_in_flight
-from stretto.planner.run_layout import Mesh, ModelShapes, RunLayout
+from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.saying import format_size
 
 RESPONSES = 512  # of a step
@@ -42,18 +43,20 @@ class GpuOptions:
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
             options = f"`gpus = {self.gpus}`, `fsdp = {self.fsdp}`, `tp = {self.tp}`"
             raise ConfigError(f"{options}: counts are positive, and `tp` divides `gpus`")
-        everywhere = Mesh(self.gpus // self.tp, self.tp)
-        rest = everywhere.data - self.fsdp - 1
-        if self.fsdp in (0, everywhere.data):
-            layout = RunLayout(everywhere, everywhere, everywhere, "all", self.offload)
+        data = self.gpus // self.tp
+        learner = Layout(fsdp=self.fsdp or data, tp=self.tp)
+        rest = data - self.fsdp - 1
+        if learner.fsdp == data:
+            copies = Layout(dp=data, tp=self.tp)
+            layout = RunLayout(learner, copies, copies, "all", self.offload)
         elif rest > 0:
-            learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
-            layout = RunLayout(learner, generator, Mesh(1, self.tp), "none", self.offload)
+            generator, scorer = Layout(dp=rest, tp=self.tp), Layout(tp=self.tp)
+            layout = RunLayout(learner, generator, scorer, "none", self.offload)
         else:
             raise ConfigError(
                 f"`fsdp = {self.fsdp}` with `tp = {self.tp}` on {self.gpus} GPUs leaves none "
                 f"for generators and scorers, with {self.tp} for each. Give "
-                f"`fsdp = {everywhere.data}`, where roles share all GPUs, or fewer shards"
+                f"`fsdp = {data}`, where roles share all GPUs, or fewer shards"
             )
         layout.check(models, hardware.links)
         return layout
@@ -119,7 +122,7 @@ def _lines(
     phases: dict[str, Parts], layout: RunLayout, models: ModelShapes, hardware: Hardware
 ) -> list[str]:
     usable, gpu_size = hardware.usable_bytes, format_size(round(hardware.gpu.memory_bytes))
-    roles = ", ".join(f"{name} {mesh.data}x{mesh.tensor}" for name, mesh in layout.meshes.items())
+    roles = ", ".join(f"{role} {n.data_parallel}x{n.tp}" for role, n in layout.layouts.items())
     lines = [
         f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(usable))} of "
         f"{gpu_size} can be filled",
@@ -133,7 +136,7 @@ def _lines(
         lines.append(f"  {'host':<11} {host_bytes(models, layout) / 1e9:>7.1f} GB   for each GPU")
     rows, goes = rows_in_flight(models, layout, RESPONSES, LENGTH, hardware)
     if goes > 1 and sum(phases["generation"].values()) <= usable:
-        share = ceil(RESPONSES / layout.generator.data)
+        share = ceil(RESPONSES / layout.generator.dp)
         lines.append(
             f"  A generator decodes {rows} of its {share} responses at a time, in {goes} goes: "
             "there is no room for keys and values of more."

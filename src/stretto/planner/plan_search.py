@@ -119,7 +119,7 @@ class Bounds:
 
     def _generating(self, candidate: Candidate, cost: GeneratorCost, work: StepWork) -> float:
         """Return the seconds of generating: the average copy's or the longest response's."""
-        copies = candidate.layout.generator.data
+        copies = candidate.layout.generator.dp
         decode = cost.decode
         schedule = candidate.schedule
         tokens, context = work.decoded / copies, work.read / copies

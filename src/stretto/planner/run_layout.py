@@ -7,31 +7,9 @@ from itertools import count, islice
 from typing import Literal
 
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Links
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Devices of a role."""
-
-    data: int  # shards of the learner (FSDP), or copies of a generator or scorer
-    tensor: int = 1  # devices that split the matrices of each shard or copy (tensor parallelism)
-    stages: int = 1  # of the learner's pipelines, with equally many layers each
-
-    def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.stages) < 1:
-            subject = f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages"
-            raise ConfigError(f"{subject}: each number is 1 or more", "empty-mesh")
-
-    @property
-    def devices(self) -> int:
-        return self.data * self.tensor * self.stages
-
-    def data_bytes_per_s(self, links: Links) -> float:
-        """Return the speed of collectives over ``data``. Tensor-parallel devices are neighbours."""
-        a_node = max(1, links.gpus_per_node // self.tensor)
-        return links.bytes_per_s(self.data, min(self.data, a_node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +48,9 @@ class RunLayout:
     Unless all roles share devices and take turns, a copy of the critic scores on the devices of the
     frozen models."""
 
-    learner: Mesh
-    generator: Mesh
-    scorer: Mesh
+    learner: Layout
+    generator: Layout
+    scorer: Layout
     sharing: Sharing
     offload: bool = False  # idle roles keep their states in the host's memory
     checkpointing: bool = True
@@ -80,7 +58,7 @@ class RunLayout:
     prefill_tokens: int = 8192  # of a pass without gradients of one generator or scorer
 
     def __post_init__(self) -> None:
-        counts = [self.meshes[role].devices for role in self.shared]
+        counts = [self.layouts[role].ranks for role in self.shared]
         if len(set(counts)) > 1:
             subject = f"{', '.join(self.shared)} on {', '.join(map(str, counts))} devices"
             problem = f"{subject}: give roles that share devices as many, or set them apart"
@@ -93,7 +71,7 @@ class RunLayout:
             raise ConfigError(f"passes of {tokens}: give 1 or more", "empty-passes")
 
     @property
-    def meshes(self) -> dict[str, Mesh]:
+    def layouts(self) -> dict[str, Layout]:
         return {"learner": self.learner, "generators": self.generator, "scorers": self.scorer}
 
     @property
@@ -110,14 +88,14 @@ class RunLayout:
     def devices(self) -> dict[str, tuple[int, ...]]:
         """Device numbers by role. Roles that share devices have the same numbers."""
         numbers, by_role = count(), dict[str, tuple[int, ...]]()
-        for role, mesh in self.meshes.items():
+        for role, layout in self.layouts.items():
             shares = role in self.shared[1:]
-            by_role[role] = by_role[self.shared[0]] if shares else (*islice(numbers, mesh.devices),)
+            by_role[role] = by_role[self.shared[0]] if shares else (*islice(numbers, layout.ranks),)
         return by_role
 
     @property
     def gpus(self) -> int:
-        return sum(m.devices for role, m in self.meshes.items() if role not in self.shared[1:])
+        return sum(n.ranks for role, n in self.layouts.items() if role not in self.shared[1:])
 
     def check(self, models: ModelShapes, links: Links) -> None:
         """Raise ConfigError if the layout cannot divide the models."""
@@ -126,14 +104,14 @@ class RunLayout:
             (self.generator, models.actor),
             *((self.scorer, shape) for shape in models.frozen),
         ]
-        for mesh, shape in pairs:
-            if mesh.stages > shape.layers:
-                subject = f"{mesh.stages} pipeline stages of a model with {shape.layers} layers"
+        for layout, shape in pairs:
+            if layout.pp > shape.layers:
+                subject = f"{layout.pp} pipeline stages of a model with {shape.layers} layers"
                 raise ConfigError(f"{subject}: give each stage one or more", "too-many-stages")
-            if not shape.cuts_into(mesh.tensor):
+            if not shape.cuts_into(layout.tp):
                 heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
-                problem = f"tensor parallelism {mesh.tensor} does not divide {heads}"
+                problem = f"tensor parallelism {layout.tp} does not divide {heads}"
                 raise ConfigError(problem, "heads-not-divided")
-            if mesh.tensor > links.gpus_per_node:
-                subject = f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs"
+            if layout.tp > links.gpus_per_node:
+                subject = f"tensor parallelism {layout.tp} on nodes of {links.gpus_per_node} GPUs"
                 raise ConfigError(f"{subject}: it must stay within a node", "tensor-across-nodes")
