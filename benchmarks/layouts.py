@@ -20,21 +20,26 @@ from _shared import parse
 from stretto import runs
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster_config import ProcessConfig
+from stretto.layout import Layout
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 
 ALL = ("learner", "generator", "reference", "critic")
 LAYOUTS: Mapping[str, tuple[ProcessConfig, ...]] = {
     "plain": (),
-    "fsdp2": (ProcessConfig(roles=("learner",), fsdp=2),),
-    "tp2": (ProcessConfig(roles=("learner",), tp=2),),
-    "fsdp2-tp2": (ProcessConfig(roles=("learner",), fsdp=2, tp=2),),
-    "all-tp2": tuple(ProcessConfig(roles=(role,), tp=2) for role in ALL),
-    "colocated": (ProcessConfig(roles=ALL, fsdp=2),),
-    "colocated-tp2": (ProcessConfig(roles=ALL, tp=2),),
+    "fsdp2": (ProcessConfig(roles=("learner",), ranks=2),),
+    "tp2": (ProcessConfig(roles=("learner",), ranks=2, layout={"learner": Layout(tp=2)}),),
+    "fsdp2-tp2": (
+        ProcessConfig(roles=("learner",), ranks=4, layout={"learner": Layout(fsdp=2, tp=2)}),
+    ),
+    "all-tp2": tuple(
+        ProcessConfig(roles=(role,), ranks=2, layout={role: Layout(tp=2)}) for role in ALL
+    ),
+    "colocated": (ProcessConfig(roles=ALL, ranks=2),),
+    "colocated-tp2": (ProcessConfig(roles=ALL, ranks=2, layout={"learner": Layout(tp=2)}),),
     "half": (
-        ProcessConfig(roles=("learner", "critic"), fsdp=2),
-        ProcessConfig(roles=("generator", "reference"), tp=2),
+        ProcessConfig(roles=("learner", "critic"), ranks=2),
+        ProcessConfig(roles=("generator", "reference"), ranks=2),
     ),
 }
 """``half``: the actor generates on ranks of its own; the critic scores where it is trained."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from stretto.bounds import ceil_div
-from stretto.errors import ConfigError
+from stretto.errors import RuleError
 
 Bounds = tuple[tuple[int, int], ...]
 """A part of a tensor: (start, end) in each dimension."""
@@ -41,6 +41,8 @@ class Layout:
     stages: rank = ((copy * pp + stage) * fsdp + shard) * tp + slice.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in settings
+
     dp: int = 1
     pp: int = 1
     fsdp: int = 1
@@ -50,7 +52,7 @@ class Layout:
         for name, size in self._sizes.items():
             if size < 1:
                 problem = f"a layout with {name} = {size}: each number is 1 or more"
-                raise ConfigError(problem, "empty-layout")
+                raise RuleError(problem, "empty-layout")
 
     @property
     def ranks(self) -> int:

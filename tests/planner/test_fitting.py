@@ -204,7 +204,7 @@ def test_processes_of_one_machine_share_its_memory_and_phases_add_up_where_they_
 def test_what_cannot_fit_is_refused_and_what_might_not_is_remarked_on() -> None:
     (load,) = found(rollout={"slots": 1000}).values()
     assert not list(check([load], lambda _: 10**12))
-    with raises(ConfigError, "memory-exceeded", "this machine, which has 1 kB", "fsdp"):
+    with raises(ConfigError, "memory-exceeded", "this machine, which has 1 kB", "ranks"):
         list(check([load], lambda _: 1000))
     (remark,) = check([load], lambda _: load.certain.total() + 1)
     assert "lower rollout.slots" in remark

@@ -341,7 +341,7 @@ def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
     config = settings(schedule=ScheduleConfig())
     sharded = ClusterConfig.model_validate({"processes": [{"roles": ["learner"], "fsdp": 2}]})
     run = recording(config, crowded(config))
-    with raises(ConfigError, "cuts-not-recorded", "{'learner': (2, 1)}"):
+    with raises(ConfigError, "cuts-not-recorded", "{'learner': '{ fsdp = 2 }'}"):
         run.cluster(settings(schedule=ScheduleConfig(), cluster=sharded))
 
 

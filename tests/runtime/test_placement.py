@@ -18,7 +18,6 @@ from stretto.errors import ConfigError
 from stretto.layout import Layout
 from stretto.runtime.placement import (
     ProcessPlacement,
-    learner_layout,
     memory,
     places,
     remarks,
@@ -210,7 +209,8 @@ def test_the_table_says_what_each_process_holds() -> None:
 def test_roles_share_the_ranks_of_a_learner() -> None:
     """The learner comes first, as others look for what it leaves them."""
     roles = ["generator", "learner", "reference", "critic"]
-    one = config(cluster={"processes": [{"roles": roles, "fsdp": 2, "tp": 2}]})
+    layout = {"learner": {"fsdp": 2, "tp": 2}}
+    one = config(cluster={"processes": [{"roles": roles, "ranks": 4, "layout": layout}]})
     (place,) = places(one, 8, 0)
     assert [placed.role for placed in place.roles] == [
         "learner",
@@ -219,10 +219,93 @@ def test_roles_share_the_ranks_of_a_learner() -> None:
         "critic",
     ]
     assert place.devices == ("cpu",) * 4
-    assert learner_layout(one.cluster) == Layout(fsdp=2, tp=2)
+    assert one.cluster.learner_layout == Layout(fsdp=2, tp=2)
     assert shares_weights(one.schedule.knobs, [place])
     assert "copies" not in table(one.schedule.knobs, [place], {})
     assert memory(place, {"learner": 100, "actor": 10, "reference": 7, "critic": 11}) == 32
+
+
+def test_copies_of_a_role_divide_the_ranks_evenly() -> None:
+    """Eight ranks: a learner in shards, four engines of two slices, two copies of a reference."""
+    process = {
+        "roles": ["learner", "generator", "reference", "critic"],
+        "ranks": 8,
+        "layout": {
+            "generator": {"dp": 4, "tp": 2},
+            "reference": {"dp": 2, "tp": 4},
+            "critic": "auto",
+        },
+    }
+    (place,) = places(config(cluster={"processes": [process]}, rollout={"engines": 4}), 8, 0)
+    assert place.name == "learner+generator+reference+critic"
+    assert {seat.role: (list(seat.ranks), seat.layout, seat.host) for seat in place.roles} == {
+        "learner": ([0, 1, 2, 3, 4, 5, 6, 7], Layout(fsdp=8), None),
+        **{f"generator {i}": ([2 * i, 2 * i + 1], Layout(tp=2), None) for i in range(4)},
+        "reference 0": ([0, 1, 2, 3], Layout(tp=4), 0),
+        "reference 1": ([4, 5, 6, 7], Layout(tp=4), 2),
+        "critic": ([0, 1, 2, 3, 4, 5, 6, 7], None, 0),
+    }
+    assert place.tp == 4
+    assert memory(place, {"learner": 80, "actor": 10, "reference": 8, "critic": 16}) == 19
+
+
+def test_engines_in_one_group_host_a_copy_of_each_scorer() -> None:
+    process = {"roles": ["generator"], "ranks": 4}
+    settings = {"cluster": {"processes": [process], "scorers": "generators"}}
+    _, group = places(config(**settings, rollout={"engines": 2}), 8, 0)
+    assert [(seat.role, list(seat.ranks), seat.host) for seat in group.roles] == [
+        ("generator 0", [0, 1], None),
+        ("generator 1", [2, 3], None),
+        ("reference 0", [0, 1], 0),
+        ("reference 1", [2, 3], 1),
+        ("critic 0", [0, 1], 0),
+        ("critic 1", [2, 3], 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("process", "remedy"),
+    [
+        ({"layout": {"reference": {"tp": 4}}}, "name one of these"),
+        ({"layout": {"learner": {"fsdp": 2}}}, "product is 4"),
+        ({"layout": {"learner": {"pp": 4}}}, "leave pp out"),
+        ({"layout": {"learner": {"dp": 2, "fsdp": 2}}}, "fsdp instead of dp"),
+        ({"layout": {"generator": {"fsdp": 4}}}, "dp and tp instead"),
+        ({"layout": {"critic": {"dp": 2, "fsdp": 2}}}, "leave dp out"),
+        ({"layout": {"learner": {"fsdp": 0}}}, "each number is 1 or more"),
+        ({"layout": {"learner": {"shards": 4}}}, "shards"),
+    ],
+)
+def test_an_impossible_layout_is_refused(process: dict[str, Any], remedy: str) -> None:
+    roles = ["learner", "generator", "critic"]
+    with pytest.raises(ValidationError, match=remedy):
+        config(cluster={"processes": [{"roles": roles, "ranks": 4, **process}]})
+
+
+@pytest.mark.parametrize(
+    ("engines", "layout", "code"),
+    [(3, {}, "engines-not-divisor"), (2, {"generator": {"tp": 4}}, "engines-of-layout")],
+)
+def test_engines_are_the_copies_of_the_generator(
+    engines: int, layout: dict[str, Any], code: str
+) -> None:
+    process = {"roles": ["learner", "generator"], "ranks": 4, "layout": layout}
+    settings = config(cluster={"processes": [process]}, rollout={"engines": engines})
+    with raises(ConfigError, code):
+        places(settings, 8, 0)
+
+
+def test_older_files_give_shards_and_slices_of_a_process() -> None:
+    older = [
+        {"roles": ["learner", "generator"], "fsdp": 2, "tp": 2},
+        {"roles": ["critic"], "tp": 2},
+    ]
+    layout = {"learner": {"fsdp": 2, "tp": 2}}
+    newer = [
+        {"roles": ["learner", "generator"], "ranks": 4, "layout": layout},
+        {"roles": ["critic"], "ranks": 2},
+    ]
+    assert config(cluster={"processes": older}) == config(cluster={"processes": newer})
 
 
 @pytest.mark.parametrize(
@@ -259,7 +342,7 @@ def test_a_scorer_that_no_process_names_sits_with_generators_that_are_placed_by_
 
 
 def test_a_learner_in_shards_has_a_rank_each() -> None:
-    by_hand = {"roles": ["learner"], "fsdp": 2}
+    by_hand = {"roles": ["learner"], "ranks": 2}
     sharded = config(cluster={"processes": [by_hand]})
     learner, generator, *_ = places(sharded, 8, 0)
     assert (learner.devices, learner.threads) == (("cpu", "cpu"), 4)
@@ -273,9 +356,7 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
     assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")
     with pytest.raises(ValidationError, match="python = 'py' is for generators and scorers"):
         config(cluster={"processes": [{"roles": ["learner"], "python": "py"}]})
-    with pytest.raises(ValidationError, match="fsdp = 2 is for the learner, and these processes"):
-        config(cluster={"processes": [{"roles": ["reference"], "fsdp": 2}]})
-    with pytest.raises(ValidationError, match="ask for processes, and"):
+    with pytest.raises(ValidationError, match="asks for processes, and"):
         config(runtime="inline", cluster={"processes": [by_hand]})
 
 

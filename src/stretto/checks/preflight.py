@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import files, hub, outside, tasks
 from stretto.checks import user_functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
+from stretto.config.cluster_config import GENERATOR, LEARNER
 from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
 from stretto.config.training_config import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
@@ -80,7 +82,9 @@ def check_run(
             config.require_positions("the actor", info.positions)
             if config.model.lora_rank:
                 info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
-            _check_slices(info, *(process.tp for process in config.cluster.processes))
+            roles = (LEARNER, GENERATOR, "reference")
+            layouts = [config.cluster.layouts(role, config.rollout.engines) for role in roles]
+            _check_slices(info, *(layout.tp for layout in chain.from_iterable(layouts)))
             _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)

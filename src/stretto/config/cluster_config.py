@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
 
 from stretto.config.sections import (
     NonNegativeInt,
@@ -16,37 +18,48 @@ from stretto.config.sections import (
     Workers,
     WorkersOrAuto,
 )
+from stretto.layout import Layout
 
-LEARNER = "learner"
-"""The role that trains."""
+LEARNER, GENERATOR = "learner", "generator"
+"""The role that trains, and the one of all engines."""
 _DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
+
+
+AUTO = "auto"
 
 
 def generator_names(count: int) -> list[str]:
     return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
 
 
+def _without_auto(layouts: Any) -> Any:
+    if not isinstance(layouts, dict):
+        return layouts
+    return {role: layout for role, layout in layouts.items() if layout != AUTO}
+
+
 class ProcessConfig(Section):
-    """One process and the roles that take turns in it, or several ranks that hold one role."""
+    """One process and the roles that take turns in it, or several ranks that share its roles."""
 
     roles: tuple[str, ...]
-    """Roles: learner; generator, or generator 0, generator 1 ... for several; reference; critic (as
-    a scorer); a source of reward.sources that begins with 'model:'. Numbered copies of a scorer
-    (reference 0, reference 1 ...) share its work."""
+    """Roles: learner; generator, which stands for all engines, or generator 0, generator 1 ... for
+    single ones; reference; critic (as a scorer); a source of reward.sources that begins with
+    'model:'. Numbered copies of a scorer (reference 0, reference 1 ...) share its work."""
+    ranks: Workers = 1
+    """Ranks, which are processes with a device each. All of them hold each role, by its layout."""
+    layout: Annotated[dict[str, Layout], BeforeValidator(_without_auto)] = {}
+    """How the ranks divide a role's model, as in layout.learner = { fsdp = 4, tp = 2 }: copies (dp)
+    x shards (fsdp, gathered layer by layer) x slices of linear layers (tp, which divides the
+    model's heads). The product is the number of ranks. The learner has one copy, generators no
+    shards. Each copy of a generator is an engine. 'auto', or no layout: a learner is sharded,
+    generators are cut into as many slices as there are ranks for each engine, scorers into as many
+    as there are ranks, or sharded if these do not divide the heads."""
     threads: WorkersOrAuto = 0
     """CPU threads of all its ranks together; 0 divides the cores among processes that work at the
     same time."""
     device: str = ""
     """Device, for example cuda:1 or cpu; empty spreads processes over the GPUs. For several ranks,
     the first one's."""
-    fsdp: Workers = 1
-    """Ranks of the learner that shard every weight, its gradient and its optimizer state (FSDP2),
-    and share the passes."""
-    tp: Workers = 1
-    """Slices into which linear layers are split (tensor parallelism). One rank holds a slice; in a
-    learner, fsdp ranks do. Roles in the learner's processes are split into fsdp x tp slices,
-    which must divide the model's numbers of heads. If they do not, a reference or reward model is
-    sharded instead."""
     python: str = ""
     """Python interpreter of these processes, for example .venv-vllm/bin/python, if their libraries
     need other versions. The same version of Stretto must be installed there."""
@@ -55,13 +68,34 @@ class ProcessConfig(Section):
     For roles that take turns: the tensors return before the role's turn, if possible while the
     previous role works."""
 
-    @property
-    def ranks(self) -> int:
-        return self.fsdp * self.tp
+    @model_validator(mode="before")
+    @classmethod
+    def _from_older_files(cls, data: Any) -> Any:
+        """Read ``fsdp`` and ``tp``, which gave ranks and the learner's layout in older files."""
+        if not isinstance(data, dict) or not {"fsdp", "tp"} & data.keys():
+            return data
+        sizes = {name: data[name] for name in ("fsdp", "tp") if name in data}
+        if "ranks" in data or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
+            return data
+        learns = LEARNER in data.get("roles", ())
+        rest = {name: value for name, value in data.items() if name not in sizes}
+        ranks = sizes.get("fsdp", 1) * sizes.get("tp", 1)
+        return {**rest, "ranks": ranks, "layout": {LEARNER: sizes} if learns else {}}
 
     @property
     def generates(self) -> bool:
-        return any(role.startswith("generator") for role in self.roles)
+        return any(role.startswith(GENERATOR) for role in self.roles)
+
+    def layout_of(self, role: str, engines: int = 1) -> Layout | None:
+        """Return a role's layout in these ranks. ``None`` for a scorer without one. ``engines`` is
+        the number of generators in these ranks.
+        """
+        name = GENERATOR if role.startswith(GENERATOR) else role
+        if layout := self.layout.get(name, self.layout.get(role.rpartition(" ")[0])):
+            return layout
+        if name == LEARNER:
+            return Layout(fsdp=self.ranks)
+        return Layout(dp=engines, tp=max(self.ranks // engines, 1)) if name == GENERATOR else None
 
     def rules(self, broken: Rules) -> None:
         """Check that the roles can work in these processes."""
@@ -69,10 +103,7 @@ class ProcessConfig(Section):
             "cluster.processes: a process without roles; name some, or remove it"
         )
         learns = LEARNER in self.roles
-        broken["fsdp-without-learner"] = (self.fsdp > 1 and not learns) and (
-            f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
-            f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
-        )
+        self._layout_rules(broken)
         broken["offload-of-one-role"] = (self.offload and len(self.roles) == 1) and (
             f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
             "has these processes for itself; leave it out, or add roles"
@@ -84,6 +115,33 @@ class ProcessConfig(Section):
         broken["unknown-device"] = not _DEVICE.fullmatch(self.device) and (
             f"cluster.processes: unknown device = '{self.device}'; name 'cpu', or as in 'cuda:1'"
         )
+
+    def _layout_rules(self, broken: Rules) -> None:
+        for role, layout in self.layout.items():
+            here = f"cluster.processes: layout.{role} = {layout}"
+            numbered = role == GENERATOR and self.generates
+            broken["layout-of-no-role"] = not (role in self.roles or numbered) and (
+                f"{here}, and these processes have {', '.join(self.roles)}; name one of these"
+            )
+            broken["layout-of-other-ranks"] = layout.ranks != self.ranks and (
+                f"{here} is for {layout.ranks} ranks, and these processes have ranks = "
+                f"{self.ranks}; choose numbers whose product is {self.ranks}"
+            )
+            broken["stages-in-layout"] = layout.pp > 1 and (
+                f"{here}: pipeline stages are set by pipeline.ranks; leave pp out"
+            )
+            broken["copies-of-learner"] = (role == LEARNER and layout.dp > 1) and (
+                f"{here}: the ranks of a learner share its states; set fsdp instead of dp"
+            )
+            broken["shards-of-generator"] = (role == GENERATOR and layout.fsdp > 1) and (
+                f"{here}: an engine would gather all layers for each token; set dp and tp instead"
+            )
+            scores = role not in (LEARNER, GENERATOR)
+            broken["copies-of-shards"] = (scores and layout.dp > 1 and layout.fsdp > 1) and (
+                f"{here}: the ranks of shards share the responses already; leave dp out"
+            )
+            if any(broken.values()):
+                return
 
 
 class ClusterConfig(Section):
@@ -122,6 +180,19 @@ class ClusterConfig(Section):
     """Names of environment variables that are passed on to Ray's processes, in addition to those of
     the libraries."""
 
+    @property
+    def learner_layout(self) -> Layout:
+        return self.process_of(LEARNER).layout_of(LEARNER) or Layout()
+
+    def layouts(self, role: str, engines: int) -> list[Layout]:
+        """Return a role's layouts in the processes that are named and hold it."""
+        layouts = list[Layout]()
+        for process in self.processes:
+            if any(name == role or name.rpartition(" ")[0] == role for name in process.roles):
+                layout = process.layout_of(role, engines if role in process.roles else 1)
+                layouts += [layout] if layout else []
+        return layouts
+
     def process_of(self, role: str) -> ProcessConfig:
         matches = (p for p in self.processes if role in p.roles)
         return next(matches, ProcessConfig(roles=(role,)))
@@ -136,7 +207,8 @@ class ClusterConfig(Section):
         kinds = [(Counter(role.split()[0] for role in p.roles), p.ranks) for p in self.processes]
         broken["generators-share-process"] = any(roles["generator"] > 1 for roles, _ in kinds) and (
             "cluster.processes: two generators in one process take turns and gain nothing; "
-            "lower rollout.engines, or give each a process"
+            "lower rollout.engines, give each a process, or write 'generator' for all of them in "
+            "several ranks"
         )
         both = any(roles.keys() >= {LEARNER, "generator"} and n == 1 for roles, n in kinds)
         broken["learner-with-generator"] = both and (

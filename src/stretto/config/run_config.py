@@ -10,7 +10,7 @@ from pydantic import Field
 from stretto.bounds import ceil_div
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.capabilities import ENVIRONMENT, RUNTIMES, RuntimeKind, RuntimeName
-from stretto.config.cluster_config import LEARNER, ClusterConfig
+from stretto.config.cluster_config import GENERATOR, LEARNER, ClusterConfig
 from stretto.config.environment import EnvironmentConfig
 from stretto.config.knobs import ScheduleConfig
 from stretto.config.sections import (
@@ -199,7 +199,7 @@ class Config(Section):
             optim != "adamw_torch_fused" and not one_process
         ) and (
             f"training.optim = '{optim}' is for a learner in one process, whose moments stay where "
-            "they are; leave it out, or leave out fsdp, tp, offload and pipeline.ranks"
+            "they are; leave it out, or leave out ranks, offload and pipeline.ranks"
         )
         has_processes = self.runtime_kind.has_processes
         broken["compile-inline"] = (self.model.torch_compile and not has_processes) and (
@@ -220,21 +220,21 @@ class Config(Section):
         )
         broken["4bit-in-parts"] = (self.model.load_in_4bit and cut) and (
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, "
-            "or leave out fsdp, tp, offload and pipeline.ranks"
+            "or leave out ranks, offload and pipeline.ranks"
         )
 
     def _process_rules(self, broken: Rules) -> None:
         multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
-        sliced = [p for p in multi_rank if p.tp > 1 and p.generates]
+        layouts = self.cluster.layouts(GENERATOR, self.rollout.engines)
+        sliced = [layout.tp for layout in layouts if layout.tp > 1]
         broken["draft-in-slices"] = (sliced and self.rollout.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
-            f"one device, and cluster.processes cuts it by tp = {sliced[0].tp}; leave one of them "
-            "out"
+            f"one device, and cluster.processes cuts it by tp = {sliced[0]}; leave one of them out"
         )
         on_threads = not self.runtime_kind.has_processes
         broken["ranks-without-processes"] = (multi_rank and on_threads) and (
-            f"cluster.processes: fsdp = {multi_rank[0].fsdp} and tp = {multi_rank[0].tp} ask for "
-            f"processes, and runtime = '{self.runtime}' has none; set runtime = 'local' or 'ray'"
+            f"cluster.processes: ranks = {multi_rank[0].ranks} asks for processes, and runtime = "
+            f"'{self.runtime}' has none; set runtime = 'local' or 'ray'"
         )
         numbered = [p.device for p in self.cluster.processes if p.device.startswith("cuda:")]
         giver = self.runtime_kind.assigns_gpus
@@ -256,6 +256,12 @@ class Config(Section):
             f"'{engine}' would sample from others; leave one of them out"
         )
         colocated = [p for p in self.cluster.processes if LEARNER in p.roles and p.generates]
+        several = any(p.ranks > 1 and GENERATOR in p.roles for p in self.cluster.processes)
+        joint = several and self.rollout.engines > 1
+        broken["vllm-in-one-group"] = (able.own_weights and joint) and (
+            f"cluster.processes: several engines of {able.title} in the ranks of one process; give "
+            "each a process of its own, with roles 'generator 0', 'generator 1' ..."
+        )
         broken["vllm-beside-learner"] = (able.own_weights and colocated) and (
             "cluster.processes: generators in the learner's processes read its weights, and "
             f"{able.title} has weights of its own; give it processes of its own, on the same "

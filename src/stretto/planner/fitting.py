@@ -33,7 +33,13 @@ from stretto.planner.memory_model import (
     DeviceMemory,
     trained_bytes,
 )
-from stretto.runtime.placement import PROCESS_BYTES, ProcessPlacement, places, published
+from stretto.runtime.placement import (
+    PROCESS_BYTES,
+    ProcessPlacement,
+    RolePlacement,
+    places,
+    published,
+)
 from stretto.saying import format_count, format_size
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -241,7 +247,7 @@ def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str
             raise ConfigError(
                 f"weights and states take {format_size(certain.total())} of {where}, in every "
                 f"phase ({_most(certain)}); {name} would take {takes}. Give roles more processes "
-                "on other devices (fsdp, tp), a smaller model, or LoRA",
+                "on other devices (cluster.processes: ranks), a smaller model, or LoRA",
                 "memory-exceeded",
             )
         if not load.fits(name, device_bytes):
@@ -323,7 +329,7 @@ class RunMemory:
     def _communicators(
         self, place: ProcessPlacement, placements: Sequence[ProcessPlacement]
     ) -> int:
-        learner = self.config.cluster.process_of(LEARNER)
+        learner = self.config.cluster.learner_layout
         trains = any(seat.role == LEARNER for seat in place.roles)
         ways = (learner.fsdp, learner.tp) if trains else (len(place.devices),)
         follows = any(seat.scorer in ("", "critic") for seat in place.roles)
@@ -337,17 +343,16 @@ class RunMemory:
         versions: int,
         room: Callable[[str], int],
     ) -> None:
-        c, process = self.config, self.config.cluster.process_of(LEARNER)
-        layout, rests = (
-            Layout(fsdp=process.fsdp, tp=process.tp),
-            place.offload and place.device != "cpu",
-        )
-        inline, copies = not c.runtime_kind.has_processes, process.ranks == 1
+        c, layout = self.config, self.config.cluster.learner_layout
+        rests = place.offload and place.device != "cpu"
+        inline, copies = not c.runtime_kind.has_processes, layout.ranks == 1
         reads: Literal["", "frozen", "all"] = ""
         if inline:
             reads = "frozen" if c.schedule.knobs.copies_weights else "all"
         tokens = self._pass_tokens(place.device)
         for seat in place.roles:
+            if 0 not in seat.ranks:  # a copy like the one on the first rank
+                continue
             if seat.role == LEARNER:
                 trained = ("actor", "critic") if c.algorithm.definition.critic else ("actor",)
                 models = [shapes[role] for role in trained if role in shapes]
@@ -379,7 +384,7 @@ class RunMemory:
                 holds.put_inference(
                     f"{seat.role}'s weights",
                     model,
-                    len(place.devices),
+                    len(seat.ranks),
                     c.rollout.prefill_tokens if generates else tokens,
                     layout if follows and not inline else None,
                     rows=c.cached_rows if generates else None,
@@ -389,7 +394,12 @@ class RunMemory:
                     reads=seat_reads,
                     share=share,
                 )
-                if generates and share is None and holds.adapters and self._fuses(place):
+                if (
+                    generates
+                    and share is None
+                    and holds.adapters
+                    and self._fuses(seat, place.device)
+                ):
                     holds.put("fused adapters", holds.width * holds.adapter_parameters)
                 if generates and share is None and (draft := shapes.get("draft")):
                     holds.put_inference(
@@ -401,9 +411,9 @@ class RunMemory:
                         positions=c.longest,
                     )
 
-    def _fuses(self, place: ProcessPlacement) -> bool:
+    def _fuses(self, seat: RolePlacement, device: str) -> bool:
         """Whether Stretto's engine there has copies of LoRA's adapters (models/lora.py)."""
-        model, on_one_gpu = self.config.model, place.device != "cpu" and len(place.devices) == 1
+        model, on_one_gpu = self.config.model, device != "cpu" and len(seat.ranks) == 1
         return on_one_gpu and not model.load_in_4bit and model.lora_kind != "dora"
 
     def _pass_tokens(self, device: str) -> int:

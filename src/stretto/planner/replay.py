@@ -102,8 +102,9 @@ class Recording:
         run_value, new_value = _cuts(self.config.cluster), _cuts(config.cluster)
         if new_value != run_value:
             raise ConfigError(
-                f"in the run roles had fsdp and tp {run_value or 'of 1'}, and its records do not "
-                f"say what {new_value or 'one rank each'} would take; record a run with these",
+                f"in the run roles had the layouts {run_value or 'of one rank each'}, and its "
+                f"records do not say what {new_value or 'one rank each'} would take; record a run "
+                "with these",
                 "cuts-not-recorded",
             )
         for name in ("speculative_tokens", "speculative_rows", "speculative_model"):
@@ -249,7 +250,7 @@ class Recording:
         from stretto.runtime.placement import places  # imports torch
 
         config = self.config
-        gpu_ranges = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
+        gpu_ranges = ((p.device.partition(":")[2], p.ranks) for p in config.cluster.processes)
         gpus = max(len(self.machine.gpus), *(int(first) + n for first, n in gpu_ranges if first), 0)
         if config.model.device == "cpu":
             gpus = 0
@@ -277,9 +278,9 @@ def _chosen(schedule: ScheduleConfig, metrics: list[dict[str, Any]], name: str) 
     return tuple(int(m[key]) for m in rounds)[schedule.knobs.lag :]
 
 
-def _cuts(cluster: ClusterConfig) -> dict[str, tuple[int, int]]:
+def _cuts(cluster: ClusterConfig) -> dict[str, str]:
     multi_rank = (p for p in cluster.processes if p.ranks > 1)
-    return {role: (p.fsdp, p.tp) for p in multi_rank for role in p.roles}
+    return {role: str(p.layout_of(role)) for p in multi_rank for role in p.roles}
 
 
 WARM_STEPS = 3

@@ -24,7 +24,6 @@ from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.load import save_model
 from stretto.models.offload import OffloadedTensors
-from stretto.runtime.placement import learner_layout
 from stretto.runtime.process_messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.state import claim_of, copied, fit, size_of
 from stretto.tasks.prompts import PromptSource
@@ -245,13 +244,13 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
         channel=sender,
         threads=setup.threads or torch.get_num_threads(),
         lends=setup.shares_weights,
-        grid=Grid(device.type, learner_layout(config.cluster)) if ranks > 1 else None,
+        grid=Grid(device.type, config.cluster.learner_layout) if ranks > 1 else None,
     )
     if ranks == 1 and config.model.lora_rank and not config.pipeline.ranks:
         setup.shared[ADAPTED] = models.actor
     for name, model in learner_role.trained.items():
         if isinstance(model, ShardedModel):
-            sender.divide(name, model.trained_wholes, learner_layout(config.cluster))
+            sender.divide(name, model.trained_wholes, config.cluster.learner_layout)
     ready = Ready({}, frozen, notes, learner_role.trained["actor"].dtype)
     rank = dist.get_rank()
     service = LearnerService(

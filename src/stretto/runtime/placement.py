@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from stretto.assembly.controllers import CoreShares, share_cores
-from stretto.bounds import ceil_div
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RewardConfig, RolloutConfig
-from stretto.config.cluster_config import LEARNER, ProcessConfig, generator_names
+from stretto.config.cluster_config import GENERATOR, LEARNER, ProcessConfig, generator_names
 from stretto.config.knobs import Knobs
 from stretto.errors import ConfigError, nearest
+from stretto.layout import Layout
 from stretto.saying import format_size
-
-if TYPE_CHECKING:
-    from stretto.layout import Layout
 
 PROCESS_BYTES = 400 << 20
 """Memory of a process with torch and transformers, before any model (measured: about 350 MB)."""
@@ -28,6 +26,8 @@ class RolePlacement:
     role: str  # unique name
     scorer: str = ""  # name of the scorer, shared by its replicas
     host: int | None = None  # number of the generator in the same process
+    ranks: Sequence[int] = (0,)  # of the process's, that hold it
+    layout: Layout | None = None  # in these ranks (None: a scorer's, by what divides its heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,15 @@ class ProcessPlacement:
     devices: tuple[str, ...]  # torch device of each rank
     offload: bool = False  # idle roles keep their tensors in host memory
     python: str = ""  # interpreter of the ranks ("": this one)
-    tp: int = 1  # neighbouring ranks that shard layers and must be on one machine
 
     @property
     def device(self) -> str:
         return self.devices[0]
+
+    @property
+    def tp(self) -> int:
+        """The most neighbouring ranks that slice layers. They must be on one machine."""
+        return max(seat.layout.tp if seat.layout else 1 for seat in self.roles)
 
     @property
     def generates(self) -> bool:
@@ -53,14 +57,6 @@ class ProcessPlacement:
     def takes_share(self, rollout: RolloutConfig) -> bool:
         """Return whether an engine takes a share of a GPU's memory, which it measures first."""
         return self.generates and self.device != "cpu" and rollout.capabilities.sizes_cache
-
-
-def learner_layout(cluster: ClusterConfig) -> Layout:
-    """Return the learner's shard layout, from its process's fsdp and tp."""
-    from stretto.layout import Layout
-
-    process = cluster.process_of(LEARNER)
-    return Layout(fsdp=process.fsdp, tp=process.tp)
 
 
 def shares_weights(knobs: Knobs, found: Sequence[ProcessPlacement]) -> bool:
@@ -108,13 +104,12 @@ def places(
         first = sum(device != "cpu" for other in placements for device in other.devices)
         placements.append(
             ProcessPlacement(
-                "+".join(placed.role.replace("/", "_") for placed in roles),
+                "+".join(role.replace("/", "_") for role in _in_order(process)),
                 roles,
                 max(threads // ranks, 1) if threads else config.threads,
                 tuple(_device(device_name, rank, first + rank, gpus) for rank in range(ranks)),
                 process.offload,
                 process.python,
-                process.tp,
             )
         )
     _check_devices(placements, gpus)
@@ -130,7 +125,8 @@ def _processes(
     if rule == "auto":
         rule = "generators" if hosted else "apart"
     fixed_roles = (LEARNER, *generator_names(engines))
-    roles = [role for process in cluster.processes for role in process.roles]
+    seats = [seat for process in cluster.processes for seat in _seats(process, engines, models)]
+    roles = [seat.role for seat in seats]
     _check_listed(roles, fixed_roles, models)
     placed_roles = {_scorer_of(role, models) or role for role in roles}
     free = [name for name in models if name not in placed_roles]
@@ -140,29 +136,75 @@ def _processes(
         processes += [ProcessConfig(roles=(name,)) for name in free]
     if rule == "together" and free:
         processes.append(ProcessConfig(roles=tuple(free)))
-    for i, process in enumerate(processes if rule == "generators" else ()):
-        host = _host(process.roles, engines)
-        copies = [f"{name} {host}" if engines > 1 else name for name in free]
-        if host is not None:
-            processes[i] = process.model_copy(update={"roles": (*process.roles, *copies)})
+    if rule == "generators":
+        processes = [_hosting(process, engines, free) for process in processes]
     return sorted(processes, key=lambda process: LEARNER not in process.roles)
 
 
-def _host(roles: Sequence[str], engines: int) -> int | None:
-    names = generator_names(engines)
-    return next((names.index(role) for role in roles if role in names), None)
+def _hosting(process: ProcessConfig, engines: int, free: Sequence[str]) -> ProcessConfig:
+    """Return the process with a copy of each free scorer for each of its engines."""
+    layouts = process.layout
+    hosted: Sequence[str] = free
+    if GENERATOR in process.roles and engines > 1:
+        layout = process.layout_of(GENERATOR, engines) or Layout()
+        layouts = {**layouts, **dict.fromkeys(free, layout)}
+    elif engines > 1:
+        numbers = [role.rpartition(" ")[2] for role in process.roles if role.startswith(GENERATOR)]
+        hosted = [f"{name} {number}" for number in numbers for name in free]
+    elif not process.generates:
+        hosted = []
+    return process.model_copy(update={"roles": (*process.roles, *hosted), "layout": layouts})
+
+
+def _in_order(process: ProcessConfig) -> list[str]:
+    return sorted(process.roles, key=lambda role: role != LEARNER)  # sets RoleSetup.shared
+
+
+def _seats(process: ProcessConfig, engines: int, models: Collection[str]) -> list[RolePlacement]:
+    """Return the seats of a process. Copies are roles of their own, in equal parts of the ranks."""
+    seats = list[RolePlacement]()
+    for role in _in_order(process):
+        names, layout = [role], process.layout_of(role, engines if role == GENERATOR else 1)
+        if role == GENERATOR:
+            names = generator_names(engines)
+            _check_engines(process, layout, engines)
+        elif layout and layout.dp > 1 and role in models:
+            names = [f"{role} {i}" for i in range(layout.dp)]
+        size = process.ranks // len(names)
+        of_copy = replace(layout, dp=1) if layout else None
+        for i, name in enumerate(names):
+            ranks = range(i * size, (i + 1) * size)
+            seats.append(RolePlacement(name, _scorer_of(name, models), None, ranks, of_copy))
+    return seats
+
+
+def _check_engines(process: ProcessConfig, layout: Layout | None, engines: int) -> None:
+    if layout is None or layout.ranks != process.ranks:
+        raise ConfigError(
+            f"cluster.processes: {engines} engines do not divide the {process.ranks} ranks of "
+            f"'{', '.join(process.roles)}' evenly; set rollout.engines to a divisor",
+            "engines-not-divisor",
+        )
+    if layout.dp != engines:
+        raise ConfigError(
+            f"cluster.processes: layout.generator = {layout} has {layout.dp} engines (dp), and "
+            f"rollout.engines = {engines}; set both to one number",
+            "engines-of-layout",
+        )
 
 
 def _roles(
     process: ProcessConfig, engines: int, models: Collection[str]
 ) -> tuple[RolePlacement, ...]:
-    host = _host(process.roles, engines)
-    roles = sorted(process.roles, key=lambda role: role != LEARNER)  # sets RoleSetup.shared
-    scorers = [_scorer_of(role, models) for role in roles]
-    return tuple(
-        RolePlacement(role, scorer, host if scorer else None)
-        for role, scorer in zip(roles, scorers, strict=True)
-    )
+    seats = _seats(process, engines, models)
+    names = generator_names(engines)
+    generators = [seat for seat in seats if seat.role in names]
+
+    def host(seat: RolePlacement) -> int | None:
+        beside = (other for other in generators if set(other.ranks) & set(seat.ranks))
+        return next((names.index(generator.role) for generator in beside), None)
+
+    return tuple(replace(seat, host=host(seat)) if seat.scorer else seat for seat in seats)
 
 
 def _scorer_of(role: str, models: Collection[str]) -> str:
@@ -234,9 +276,14 @@ def remarks(
 
 
 def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
-    names = [placed.scorer.split(":")[0] or placed.role.split()[0] for placed in process.roles]
-    models = [{"generator": "actor", "model": "reward"}.get(name, name) for name in names]
-    return ceil_div(sum(role_bytes.get(model, 0) for model in models), len(process.devices))
+    """Return the bytes of weights and states on each of the process's ranks."""
+    size = Fraction()
+    for seat in process.roles:
+        name = seat.scorer.split(":")[0] or seat.role.split()[0]
+        model = {"generator": "actor", "model": "reward"}.get(name, name)
+        if 0 in seat.ranks:
+            size += Fraction(role_bytes.get(model, 0), len(seat.ranks))
+    return math.ceil(size)
 
 
 def published(knobs: Knobs, found: Sequence[ProcessPlacement]) -> int:
@@ -261,14 +308,15 @@ def table(knobs: Knobs, found: Sequence[ProcessPlacement], role_bytes: Mapping[s
 
 
 def _ranks(process: ProcessPlacement) -> list[str]:
-    roles, ranks = ", ".join(placed.role for placed in process.roles), len(process.devices)
-    return [f"{roles}, rank {i}" for i in range(ranks)] if ranks > 1 else [roles]
+    ranks = range(len(process.devices))
+    roles = [", ".join(seat.role for seat in process.roles if i in seat.ranks) for i in ranks]
+    return [f"{roles[i]}, rank {i}" for i in ranks] if len(ranks) > 1 else roles
 
 
 def _check_generators(engines: int, placements: Sequence[ProcessPlacement]) -> None:
     """Refuse generators with different tp, because rollouts move between them with KV caches."""
     names = generator_names(engines)
-    cuts = {r.role: len(p.devices) for p in placements for r in p.roles if r.role in names}
+    cuts = {r.role: len(r.ranks) for p in placements for r in p.roles if r.role in names}
     if len(set(cuts.values())) > 1:
         slices = ", ".join(f"{name}: {cuts[name]}" for name in names)
         raise ConfigError(
@@ -284,7 +332,7 @@ def _check_devices(placements: Sequence[ProcessPlacement], gpus: int) -> None:
         if process.device != "cpu" and len(set(process.devices)) < len(process.devices):
             raise ConfigError(
                 f"'{process.name}' has {len(process.devices)} ranks, and there are {gpus} GPUs; "
-                "lower fsdp or tp in cluster.processes, or set model.device = 'cpu'",
+                "lower ranks in cluster.processes, or set model.device = 'cpu'",
                 "too-few-gpus",
             )
         for device in process.devices:

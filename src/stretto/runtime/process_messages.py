@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stretto.assembly.run_models import Overrides, prepare_torch
 from stretto.config import Config
+from stretto.layout import Layout
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
@@ -41,6 +42,8 @@ class RoleSetup:
     alone: bool = False  # in its process
     shares_gpus: bool = False  # with other processes
     shared: dict[str, Any] = field(default_factory=dict)  # objects shared by the process's services
+    ranks: Sequence[int] = (0,)  # of the group, that hold the role
+    layout: Layout | None = None  # in these ranks (None: a scorer's, by what divides its heads)
 
     @property
     def config(self) -> Config:
@@ -48,12 +51,27 @@ class RoleSetup:
         device = self.devices[dist.get_rank()]
         return self.run_config.changed_in("model", device=device)
 
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the role."""
+        return dist.get_rank() - self.ranks[0]
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the role's ranks. ``None`` is the default group, of all."""
+        if len(self.ranks) == dist.get_world_size():
+            return None
+        key = f"group {self.ranks}"
+        if key not in self.shared:
+            self.shared[key] = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        group: dist.ProcessGroup = self.shared[key]
+        return group
+
     def prepare(self) -> None:
         prepare_torch(self.run_config.seed, self.threads)
 
     def for_loading(self) -> Self:
         """Return the setup for loading models: on the CPU if several ranks shard them."""
-        return self if dist.get_world_size() == 1 else self.on_host()
+        return self if len(self.ranks) == 1 else self.on_host()
 
     def on_host(self) -> Self:
         """Return the setup that loads models on the CPU, mapped from files if not warmed up."""

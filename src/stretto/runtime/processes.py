@@ -31,7 +31,6 @@ from stretto.runtime import learner_service, role_services
 from stretto.runtime.placement import (
     ProcessPlacement,
     RolePlacement,
-    learner_layout,
     places,
     remarks,
     shares_weights,
@@ -245,7 +244,8 @@ class ProcessWorkers:
     def _make(
         self, placed: RolePlacement, setup: RoleSetup
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        setup = replace(setup, overrides=_needed(placed, setup.overrides))
+        overrides = _needed(placed, setup.overrides)
+        setup = replace(setup, overrides=overrides, ranks=placed.ranks, layout=placed.layout)
         if placed.role == LEARNER:
             return learner_service.learner, (setup, probe_of(self._first))
         match placed.scorer:
@@ -415,18 +415,18 @@ class MemoryWatch:
 def _check(
     config: ClusterConfig, stages: int, overrides: Overrides, *, lora: bool, runtime: str
 ) -> None:
-    layout = learner_layout(config)
+    layout = config.learner_layout
     if layout.ranks > 1 and stages:
         raise ConfigError(
             f"pipeline.ranks = {stages} trains through stages, and cluster.processes divides the "
-            f"learner by fsdp = {layout.fsdp} and tp = {layout.tp}; set one or the other",
+            f"learner by layout.learner = {layout}; set one or the other",
             "stages-and-shards",
         )
     if layout.ranks > 1 and (overrides.actor is not None or overrides.critic is not None):
         raise ConfigError(
-            f"cluster.processes: fsdp = {layout.fsdp} and tp = {layout.tp} train shards in other "
-            "processes, and a model that the caller brings as an object is trained in place; name "
-            "its folder, or set both to 1",
+            f"cluster.processes: layout.learner = {layout} trains shards in other processes, and a "
+            "model that the caller brings as an object is trained in place; name its folder, or "
+            "set ranks = 1",
             "object-in-shards",
         )
     if lora and overrides.actor is not None:

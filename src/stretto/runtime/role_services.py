@@ -35,7 +35,6 @@ from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters,
 from stretto.models.weights import fingerprint
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
-from stretto.runtime.placement import learner_layout
 from stretto.runtime.process_messages import (
     ADAPTED,
     SENDER,
@@ -78,13 +77,14 @@ class FollowerService(Service):
     """A service that may follow a trained model. Weights from other processes need a receiver."""
 
     receiver: Receiver | None = None
+    rank = 0  # among those of the role
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
         """Prepare to receive by a plan and the first rank's route. On the side, on all ranks."""
         assert isinstance(self.receiver, WeightReceiver)
-        rank = dist.get_rank()
-        sender_ranks = route.beside[rank : rank + 1]
-        self.receiver.expect(ref, mark, replace(route, rank=route.rank + rank, beside=sender_ranks))
+        sender_ranks = route.beside[self.rank : self.rank + 1]
+        own_route = replace(route, rank=route.rank + self.rank, beside=sender_ranks)
+        self.receiver.expect(ref, mark, own_route)
 
     def abort(self) -> None:
         if isinstance(self.receiver, WeightReceiver):
@@ -308,7 +308,9 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     )
     default_device = pick_device(config.model.device)
     device = default_device if own_weights else next(model.parameters()).device
-    return GeneratorService(engine, receiver, KVStore(name, device, dist.get_rank()), probe)
+    service = GeneratorService(engine, receiver, KVStore(name, device, setup.rank), probe)
+    service.rank = setup.rank
+    return service
 
 
 def reference(setup: RoleSetup) -> ScorerService:
@@ -351,7 +353,9 @@ def critic(setup: RoleSetup) -> ScorerService:
     (scorer,) = RoleFactory(config, notes.append).model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
     give_back = setup.give_back
-    return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
+    service = ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
+    service.rank = setup.rank
+    return service
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
@@ -378,7 +382,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
 
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
     """Make a receiver of the unsharded trained weights of a model like this one."""
-    theirs = learner_layout(setup.config.cluster)
+    theirs = setup.config.cluster.learner_layout
     wholes = _trained_wholes(model, theirs.tp)
     return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
@@ -390,20 +394,16 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Shard a model in place if there are several ranks, and make the receiver of its weights."""
-    sender_layout, local_layout = (
-        learner_layout(setup.config.cluster),
-        Layout(tp=dist.get_world_size()),
-    )
-    wholes = _trained_wholes(model, max(sender_layout.tp, local_layout.tp))
+    sender_layout, slices = setup.config.cluster.learner_layout, len(setup.ranks)
+    wholes = _trained_wholes(model, max(sender_layout.tp, slices))
     cut(model, setup)
     device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
     if SENDER in setup.shared:
-        return Resharding(
-            setup.shared[SENDER], wholes, sender_layout, local_layout, bucket_bytes, device
-        )
+        copies = Layout(dp=dist.get_world_size() // slices, tp=slices)
+        return Resharding(setup.shared[SENDER], wholes, sender_layout, copies, bucket_bytes, device)
+    local_layout = Layout(tp=slices)
     bounds = {
-        n: local_layout.bounds(replace(w, by_rows=False), dist.get_rank())
-        for n, w in wholes.items()
+        n: local_layout.bounds(replace(w, by_rows=False), setup.rank) for n, w in wholes.items()
     }
     return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in wholes},
@@ -437,9 +437,9 @@ def _is_cut(model: nn.Module, setup: RoleSetup, name: str, notes: list[str]) -> 
 
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
     """Shard a model in place, on the setup's device, if there are several ranks."""
-    ranks = dist.get_world_size()
+    ranks = len(setup.ranks)
     if ranks > 1:
-        cut_linears(model, plan_cuts(model, ranks), Slices())
+        cut_linears(model, plan_cuts(model, ranks), Slices(setup.group()))
         take(model, pick_device(setup.config.model.device))
     return model
 
