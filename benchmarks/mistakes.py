@@ -69,7 +69,7 @@ FILES: dict[str, str | tuple[bytes, int]] = {
     "section.toml": "[rolout]\nbatch = 3\n",
     "trl.toml": "[training]\nlearning_rate = 1e-5\n",
     "kind.toml": '[data]\nname = "rows.jsonl"\n',
-    "tp3.toml": 'runtime = "local"\n[[cluster.processes]]\nroles = ["generator"]\ntp = 3\n',
+    "ranks3.toml": 'runtime = "local"\n[[cluster.processes]]\nroles = ["generator"]\nranks = 3\n',
     "gpu.toml": (
         'runtime = "local"\n[[cluster.processes]]\nroles = ["learner"]\ndevice = "cuda:1"\n'
     ),
@@ -161,7 +161,7 @@ MISTAKES = (
     Mistake("one engine", "train tiny --schedule.migrate 0.5", ("rollout.engines is 1",)),
     Mistake("critic", "train tiny --critic.init reward", ("needs a reward model",)),
     Mistake("vllm inline", "train tiny --rollout.engine vllm", ("--runtime local",)),
-    Mistake("fsdp inline", "train tp3.toml --runtime inline", ("tp = 3", "--runtime local")),
+    Mistake("ranks inline", "train ranks3.toml --runtime inline", ("ranks = 3", "--runtime local")),
     Mistake(
         "pipeline",
         "train tiny --pipeline.ranks 2 --pipeline.actor-stages 4 --pipeline.micro-batches 4",
@@ -264,7 +264,7 @@ MISTAKES = (
     # Machines
     Mistake("no GPU", "train tiny --model.device cuda", ("torch would see none",)),
     Mistake("GPU by number", "train gpu.toml", ("cuda:1", "0 GPUs")),
-    Mistake("slices", "train tp3.toml --model.name tiny", ("tp = 3", "heads")),
+    Mistake("slices", "train ranks3.toml --model.name tiny", ("tp = 3", "heads")),
     Mistake("role", "train role.toml", ("'learnr'", "'learner'")),
     Mistake(
         "Ray's address",

@@ -257,6 +257,7 @@ def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 def undivided(tp: int, count: int, what: str) -> ModelError:
     """Return the error for a number that tensor parallelism does not divide."""
     return ModelError(
-        f"tp = {tp} does not divide the {count} {what}; choose a divisor, or more fsdp",
+        f"tp = {tp} does not divide the {count} {what}; choose a divisor, with more shards (fsdp) "
+        "or more engines (dp)",
         "tp-divides",
     )

@@ -16,7 +16,6 @@ from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
 from stretto.config.cluster_config import LEARNER
 from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
-from stretto.layout import Layout
 from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
