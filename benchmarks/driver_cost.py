@@ -50,10 +50,9 @@ from stretto.types import (
     TrainStepOutput,
     WeightsRef,
 )
-from stretto.workers.group import RankGroup
-from stretto.workers.group_executor import GroupExecutor
+from stretto.workers.group_executor import GroupExecutor, ServiceGroup
 from stretto.workers.rank import GroupSpec
-from stretto.workers.services import Makes, RankServices
+from stretto.workers.services import Makes
 
 T = TypeVar("T")
 
@@ -76,9 +75,9 @@ class IdleLearner:
         return {"actor": WeightsRef("actor", self.version, "x")}
 
 
-def launched(name: str, makes: Makes) -> RankGroup:
+def launched(name: str, makes: Makes) -> ServiceGroup:
     """Start a process."""
-    return RankGroup(GroupSpec(), RankServices, (makes,), name=name).start()
+    return ServiceGroup(GroupSpec(), makes, name=name).start()
 
 
 def prompts() -> Prompt:
@@ -132,7 +131,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
     return seconds, args.steps * args.rollouts * -(-args.tokens // chunk)
 
 
-def scorer(group: RankGroup, spans: Spans) -> ScorerReplica:
+def scorer(group: ServiceGroup, spans: Spans) -> ScorerReplica:
     """Return the scorer, as the schedule knows it."""
     return ScorerReplica(ScorerClient(IdleScorer.info, GroupExecutor(group, "reward"), spans))
 

@@ -19,16 +19,15 @@ from _handover import Side
 from _shared import parse
 from stretto.types import WeightsRef
 from stretto.weights.transfer import Meeting, open_store
-from stretto.workers.group import RankGroup
-from stretto.workers.group_executor import GroupExecutor
+from stretto.workers.group_executor import GroupExecutor, ServiceGroup
 from stretto.workers.rank import GroupSpec
-from stretto.workers.services import Makes, RankServices
+from stretto.workers.services import Makes
 
 
-def launched(megabytes: int, bucket_mb: int) -> RankGroup:
+def launched(megabytes: int, bucket_mb: int) -> ServiceGroup:
     """Start a process with one side."""
     makes: Makes = {"side": (Side, (megabytes, bucket_mb))}
-    return RankGroup(GroupSpec(), RankServices, (makes,), name="side").start()
+    return ServiceGroup(GroupSpec(), makes, name="side").start()
 
 
 def memcpy_s(megabytes: int) -> float:

@@ -27,8 +27,7 @@ from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.types import Decoded, Reply, Work
 from stretto.workers import group as group_module
 from stretto.workers import services as services_module
-from stretto.workers.group import RankGroup, ahead, deadline_s
-from stretto.workers.group_executor import GroupExecutor
+from stretto.workers.group_executor import GroupExecutor, ServiceGroup, ahead, deadline_s
 from stretto.workers.rank import Facts, GroupSpec, check, interface_of
 from stretto.workers.services import Makes, RankServices, Remote, Service, remote_of
 
@@ -108,12 +107,12 @@ class Counter(Service):
         return Reply(os.getpid())
 
 
-def group_of(makes: Makes, spec: GroupSpec = ONE, **options: Any) -> RankGroup:
-    return RankGroup(spec, RankServices, (makes,), name="counter", **options)
+def group_of(makes: Makes, spec: GroupSpec = ONE, **options: Any) -> ServiceGroup:
+    return ServiceGroup(spec, makes, name="counter", **options)
 
 
 @pytest.fixture
-def group() -> Iterator[RankGroup]:
+def group() -> Iterator[ServiceGroup]:
     makes: Makes = {"two": (Counter, (2,)), "three": (Counter, (3,))}
     group = group_of(makes).start()
     yield group
@@ -121,7 +120,7 @@ def group() -> Iterator[RankGroup]:
 
 
 def test_services_of_one_process_answer_by_this_clock_and_survive_errors(
-    group: RankGroup,
+    group: ServiceGroup,
 ) -> None:
     two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
 
@@ -140,7 +139,7 @@ def test_services_of_one_process_answer_by_this_clock_and_survive_errors(
     asyncio.run(body())
 
 
-def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: RankGroup) -> None:
+def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: ServiceGroup) -> None:
     two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
 
     async def body() -> None:
@@ -162,7 +161,7 @@ def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: RankGr
     asyncio.run(body())
 
 
-def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: RankGroup) -> None:
+def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
 
     async def body() -> None:
@@ -183,7 +182,7 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
     assert remote_of(GeneratorService.decode).size(128, 0) == 128
     assert remote_of(ScorerService.extend).size([]) == 1
     assert remote_of(LearnerService.train).size(SimpleNamespace(total_tokens=0)) == 1
-    monkeypatch.setattr("stretto.workers.group.QUICK_S", 0.5)
+    monkeypatch.setattr("stretto.workers.group_executor.QUICK_S", 0.5)
     said: list[str] = []
     group = group_of({"two": (Counter, (2,))}, say=said.append).start()
     try:
@@ -200,7 +199,7 @@ def test_a_call_that_takes_far_longer_than_others_is_taken_to_hang(
     assert said == ["counter: the process of the counter: its work has taken 0.25 s; it may 0.5 s"]
 
 
-def test_a_process_at_work_answers_on_the_side(group: RankGroup) -> None:
+def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
     worker = threading.Thread(target=lambda: two.ask(Counter.hold))
     worker.start()
@@ -212,7 +211,7 @@ def test_a_process_at_work_answers_on_the_side(group: RankGroup) -> None:
     worker.join()
 
 
-def test_a_local_process_listens_on_the_loopback_alone(group: RankGroup) -> None:
+def test_a_local_process_listens_on_the_loopback_alone(group: ServiceGroup) -> None:
     """So do the groups of gloo and NCCL: both read the interface from the environment."""
     pid = GroupExecutor(group, "two").ask(Counter.pid).value
     open_ = [c for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
@@ -242,19 +241,19 @@ class Slice(Service):
 
 
 @pytest.fixture
-def slices() -> Iterator[RankGroup]:
+def slices() -> Iterator[ServiceGroup]:
     makes: Makes = {"slice": (Slice, (0.2,))}
-    group = RankGroup(GroupSpec(2), RankServices, (makes,), name="slices").start()
+    group = ServiceGroup(GroupSpec(2), makes, name="slices").start()
     yield group
     group.close()
 
 
-def test_what_ranks_return_alike_comes_from_the_first_alone(slices: RankGroup) -> None:
+def test_what_ranks_return_alike_comes_from_the_first_alone(slices: ServiceGroup) -> None:
     answers = slices.call(RankServices.answer, "slice", "work", ("",))
     assert answers == [Reply([7, 1.5]), Reply(None)]
     with raises(EngineError, "refused"):  # on all: they are in step
-        slices.ask("slice", Slice.work, "all refuse")
-    assert slices.ask("slice", Slice.work, "").value == [7, 1.5]
+        slices.ask(["slice"], Slice.work, "all refuse")
+    assert slices.ask(["slice"], Slice.work, "")[0].value == [7, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_what_ranks_return_alike_comes_from_the_first_alone(slices: RankGroup) -
     ],
 )
 def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
-    how: str, code: str, cause: str, slices: RankGroup
+    how: str, code: str, cause: str, slices: ServiceGroup
 ) -> None:
     executor = GroupExecutor(slices, "slice")
 
@@ -283,7 +282,7 @@ def test_ranks_that_are_out_of_step_are_found_at_once_and_replaced(
     asyncio.run(body())
 
 
-def test_a_process_that_is_stopped_does_not_answer(group: RankGroup) -> None:
+def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
     pid = two.ask(Counter.pid).value
     os.kill(pid, signal.SIGSTOP)
@@ -341,7 +340,7 @@ def test_clocks_are_moved_as_little_as_calls_and_answers_ask_for() -> None:
     assert ahead(4.0, two, 10.0, 11.5) == 5.0
 
 
-class Drifting(RankGroup):
+class Drifting(ServiceGroup):
     """Ranks of one service, in this process, whose clock runs 1 % too fast."""
 
     _clock: ManualClock
@@ -358,10 +357,10 @@ class Drifting(RankGroup):
 
 def test_spans_stay_in_place_when_clocks_drift_apart() -> None:
     clock = ManualClock()
-    group = Drifting(ONE, RankServices, clock=clock)
+    group = Drifting(ONE, {}, clock=clock)
     for _ in range(1000):  # after which clocks are 500 s apart
         sent_s = clock.now()
-        swap, work = group.ask("any", Slice.work, "").work
+        swap, work = group.ask(["any"], Slice.work, "")[0].work
         assert work.start_s - swap.start_s == pytest.approx(9.0)
         assert abs(work.start_s - (sent_s + 0.25)) <= 0.5
         assert abs(work.end_s - (clock.now() - 0.25)) <= 0.5
@@ -481,7 +480,7 @@ def test_a_rank_with_an_interpreter_of_its_own_may_have_other_versions() -> None
 
 
 def test_tensors_go_by_value_on_the_side_and_what_cannot_travel_is_an_error(
-    group: RankGroup,
+    group: ServiceGroup,
 ) -> None:
     two = GroupExecutor(group, "two")
     (tensor,) = two.aside_on_all(Counter.tensor, timeout_s=10.0)

@@ -26,7 +26,7 @@ from rank_helpers import alive, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
 from stretto.workers.group import NO_WORDS, RankGroup
-from stretto.workers.group_executor import GroupExecutor
+from stretto.workers.group_executor import GroupExecutor, ServiceGroup
 from stretto.workers.rank import GroupSpec, address_of, interface_of
 from stretto.workers.ray_cluster import (
     ActorProcesses,
@@ -37,7 +37,7 @@ from stretto.workers.ray_cluster import (
     explained,
     find,
 )
-from stretto.workers.services import Makes, RankServices, Service
+from stretto.workers.services import Makes, Service
 
 ray = pytest.importorskip("ray")
 
@@ -205,7 +205,7 @@ class Counter(Service):
 def test_a_group_of_services_is_lost_and_started_again(cluster: RayCluster) -> None:
     makes: Makes = {"counter": (Counter, (5,))}
     actors = partial(ActorProcesses, cluster=cluster, places=[1])
-    group = RankGroup(ONE, RankServices, (makes,), launch=actors, name="counter").start()
+    group = ServiceGroup(ONE, makes, launch=actors, name="counter").start()
     executor = GroupExecutor(group, "counter")
 
     async def body() -> None:

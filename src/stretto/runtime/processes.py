@@ -41,9 +41,8 @@ from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.workers.forkserver import ForkedProcesses, server_of
 from stretto.workers.group import Launched, RankGroup
-from stretto.workers.group_executor import GroupExecutor
+from stretto.workers.group_executor import GroupExecutor, ServiceGroup
 from stretto.workers.rank import Facts, GroupSpec, check, used_bytes
-from stretto.workers.services import RankServices
 from stretto.workers.threads import WorkerThread
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ class ProcessWorkers:
                 "cannot-be-pickled",
             ) from error
 
-    def _group(self, process: ProcessPlacement) -> RankGroup:
+    def _group(self, process: ProcessPlacement) -> ServiceGroup:
         cluster = self._config.cluster
         setup = RoleSetup(
             self._config,
@@ -224,10 +223,10 @@ class ProcessWorkers:
             timeout_s=cluster.start_timeout_s,
             logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],
         )
-        group = RankGroup(
+        group = ServiceGroup(
             spec,
-            RankServices,
-            ({placed.role: self._make(placed, setup) for placed in process.roles},),
+            {placed.role: self._make(placed, setup) for placed in process.roles},
+            {placed.role: placed.ranks for placed in process.roles},
             launch=partial(self._launcher.launch, process),
             name=process.name,
             say=self._say,

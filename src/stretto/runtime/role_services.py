@@ -77,7 +77,6 @@ class FollowerService(Service):
     """A service that may follow a trained model. Weights from other processes need a receiver."""
 
     receiver: Receiver | None = None
-    rank = 0  # among those of the role
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
         """Prepare to receive by a plan and the first rank's route. On the side, on all ranks."""
@@ -308,9 +307,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     )
     default_device = pick_device(config.model.device)
     device = default_device if own_weights else next(model.parameters()).device
-    service = GeneratorService(engine, receiver, KVStore(name, device, setup.rank), probe)
-    service.rank = setup.rank
-    return service
+    return GeneratorService(engine, receiver, KVStore(name, device, setup.rank), probe)
 
 
 def reference(setup: RoleSetup) -> ScorerService:
@@ -353,9 +350,7 @@ def critic(setup: RoleSetup) -> ScorerService:
     (scorer,) = RoleFactory(config, notes.append).model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
     give_back = setup.give_back
-    service = ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
-    service.rank = setup.rank
-    return service
+    return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:

@@ -7,21 +7,17 @@ import contextlib
 import math
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from statistics import median
-from threading import RLock
+from threading import Lock
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 from stretto.errors import ADVICE, RankError, StrettoError, without_advice
-from stretto.protocols import Clock, RealClock
 from stretto.saying import Say, silent
-from stretto.types import Reply, Work
 from stretto.workers.connection import (
     STEP,
     Done,
@@ -33,8 +29,8 @@ from stretto.workers.connection import (
 )
 from stretto.workers.forkserver import ForkedProcesses
 from stretto.workers.rank import Facts, GroupSpec, Rank
-from stretto.workers.services import RankServices, remote_of
-from stretto.workers.threads import Method, T, Ts, WorkerThread
+from stretto.workers.rank_turns import RankTurns
+from stretto.workers.threads import Method, T, Ts
 
 START = "its start"
 LISTEN, JOIN, MAKE = (f"{START} ({what})" for what in ("listening", "joining its group", "loading"))
@@ -42,10 +38,6 @@ SAY_EVERY_S = 30.0  # seconds between reports during a start
 PATIENCE_S = 2.0  # for an answer aside from a rank that may hang
 CAUSE_S = 1.0  # after an error, to learn whether another rank's death caused it
 NO_WORDS: Mapping[Callable[..., Any], str] = MappingProxyType({})
-SAMPLES = 5  # round trips to measure the offset of two clocks
-SLOW = 20.0  # multiple of the usual time after which a call is assumed to have hung
-QUICK_S = 300.0  # no call hangs sooner
-KNOWN, LATEST = 5, 31  # calls until the usual time is known, and calls that it is computed from
 _END_S = 5.0  # for connections to close once their processes have ended
 _LAST_LINES = 20  # of a rank's log, to show when it has died
 
@@ -73,7 +65,7 @@ class RankGroup:
     """Processes of a ``torch.distributed`` group, which hold an object each.
 
     - :meth:`start` starts the processes. Each calls ``make(rank, *arguments)`` once the group
-      exists. If ``make`` is :class:`RankServices`, the objects hold services.
+      exists.
     - Methods of the objects can be called, one at a time. Data is pickled, tensors by value.
     - All processes end when one fails, or when this process ends. :meth:`restart` then replaces
       them, if they hold nothing that would be lost.
@@ -91,14 +83,14 @@ class RankGroup:
         say: Say = silent,  # gets a line for each restart, and warnings if there are logs
         check: Callable[[Sequence[Facts]], None] | None = None,  # called before make
         replaceable: bool = True,  # the objects hold no state that would be lost
-        clock: Clock | None = None,
     ) -> None:
         self.name = name
         self.remedy = "start again"  # after the cause of a failure is fixed, for messages
         self.facts: Sequence[Facts] = ()  # each rank's description of its process
         self.replaceable = replaceable
         self.generation = 0  # how often the processes were replaced
-        self.worker = WorkerThread(name, 0)  # makes the calls of executors
+        self.all_ranks = range(spec.size)
+        self.request = RankTurns().request
         self._spec = spec
         self._make = make
         self._arguments = arguments
@@ -107,8 +99,7 @@ class RankGroup:
         self._say = say
         self._report = partial(_report, say, name)
         self._check = check
-        self._clock = clock or RealClock()
-        self._calling = RLock()
+        self._dying = Lock()
         self._restarting = asyncio.Lock()
         self._connections: Sequence[RankConnection] = ()
         self._kill: Callable[[], object] | None = None
@@ -116,8 +107,6 @@ class RankGroup:
         self._died: RankError | None = None
         self._ended = True  # no processes, or they are being ended
         self._closed = False  # never start processes again
-        self._paces: dict[tuple[str, str], deque[float]] = {}  # seconds per unit of amount, by call
-        self._ahead_s = 0.0
 
     def start(self, restarts: int = 0, *, patient: bool = False) -> Self:
         """Start the processes, again if one dies meanwhile. ``make`` has no time limit if
@@ -139,41 +128,13 @@ class RankGroup:
         Reports slow ranks after half of that time.
         """
         steps = repeat(step(Rank.call, method.__name__, args))
-        return self._run(self._work(method), steps, timeout_s)
+        with self.request(self.all_ranks):
+            return self._run(self._work(method), steps, timeout_s)
 
     def call_each(self, method: Method[*Ts, T], per_rank: Iterable[tuple[*Ts]]) -> list[T]:
         steps = (step(Rank.call, method.__name__, args) for args in per_rank)
-        return self._run(self._work(method), steps)
-
-    def ask(self, service: str, method: Method[*Ts, T], *args: *Ts) -> Any:
-        """Return the result of a service's method. A reply's times are by this process's clock.
-        Blocks.
-        """
-        name, remote = method.__name__, remote_of(method)
-        paces = self._paces.setdefault((service, name), deque(maxlen=LATEST))
-        size, sent_s = remote.size(*args), self._clock.now()
-        limit_s = None if remote.own_deadline else deadline_s(paces, size)
-        answering = step(Rank.call, RankServices.answer.__name__, (service, name, args))
-        answers = self._run("its work", repeat(answering), limit_s)
-        came_s = self._clock.now()
-        answer = answers[0]
-        decoded = getattr(getattr(answer, "value", None), "steps", size)  # may be fewer
-        paces.append((came_s - sent_s) / max(decoded, 1))
-        errors = [a for a in answers if isinstance(a, StrettoError)]
-        if errors and len(errors) < len(answers) and self.replaceable:
-            self._end()
-            raise RankError(
-                f"a rank of the {self.name} failed in '{name}', and others did not: they are not "
-                f"in step any more, and have been ended: {errors[0]}",
-                code="ranks-out-of-step",
-            ) from errors[0]
-        if errors:
-            raise errors[0]
-        if not isinstance(answer, Reply):
-            return answer
-        main_work = [work for work in answer.work if not work.beside]
-        self._ahead_s = ahead(self._ahead_s, main_work, sent_s, came_s)
-        return answer.shifted(self._ahead_s)
+        with self.request(self.all_ranks):
+            return self._run(self._work(method), steps)
 
     def aside(
         self, rank: int, method: Method[*Ts, T], *args: *Ts, timeout_s: float = PATIENCE_S
@@ -228,19 +189,16 @@ class RankGroup:
         """End all processes, even at work. Callable from any thread, any number of times."""
         self._closed = True
         self._end()
-        self.worker.stop()
 
     def _replace(self) -> None:
         self._end()
-        self.worker.stop()
-        self.worker = WorkerThread(self.name, 0)
         self.generation += 1
         self._open()
 
     def _open(self, *, patient: bool = False) -> None:
         limit_s = self._spec.timeout_s
         make = step(Rank.make, self._make, self._arguments)
-        with self._calling:  # deaths from now on are reported here
+        with self.request(self.all_ranks):  # deaths from now on are reported here
             launched = self._launched = self._launch(self._spec)
             connections = list[RankConnection]()
             self._kill = weakref.finalize(self, _kill, launched, connections)
@@ -258,13 +216,15 @@ class RankGroup:
                 if self._check:
                     self._check(self.facts)
                 self._run(MAKE, repeat(make), None if patient else limit_s, SAY_EVERY_S)
-                self._ahead_s = self._distance()
+                self._opened()
             except BaseException as error:
                 self._end()
                 if isinstance(error, RankError) and isinstance(error.__cause__, StrettoError):
                     raise error.__cause__ from None
                 raise
-            self.watch(self.worker.fail)
+
+    def _opened(self) -> None:
+        """Do nothing. Called in the turn of the start, once the objects exist."""
 
     def _connect(self, launched: Launched, connections: list[RankConnection]) -> None:
         try:
@@ -289,28 +249,28 @@ class RankGroup:
         steps: Iterable[memoryview],
         timeout_s: float | None = None,
         every_s: float = math.inf,
+        ranks: Iterable[int] | None = None,  # by default all
     ) -> list[Any]:
-        """Have ranks take steps, starting with the first. Return the results unless one failed,
-        which ends all ranks.
+        """Have ranks take steps in their turn, starting with the first. Return the results unless
+        one failed, which ends all ranks.
         """
-        with self._calling:
-            if self._ended:
-                raise self._died or _ended_error()
-            try:
-                began_s = time.monotonic()
-                pairs = zip(self._connections, steps, strict=False)
-                futures = [connection.send(message) for connection, message in pairs]
-                self._wait(doing, futures, timeout_s, every_s, began_s)
-            except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
-                self._end()
-                raise
-            outcomes = map(Future.result, futures)
-            return [outcome.result for outcome in outcomes if isinstance(outcome, Done)]
+        if self._ended:
+            raise self._died or _ended_error()
+        try:
+            began_s = time.monotonic()
+            pairs = zip(self.all_ranks if ranks is None else ranks, steps, strict=False)
+            futures = {rank: self._connections[rank].send(message) for rank, message in pairs}
+            self._wait(doing, futures, timeout_s, every_s, began_s)
+        except BaseException:  # Ctrl-C too: ranks interrupted in a step cannot be used again
+            self._end()
+            raise
+        outcomes = map(Future.result, futures.values())
+        return [outcome.result for outcome in outcomes if isinstance(outcome, Done)]
 
     def _wait(
         self,
         doing: str,
-        futures: Sequence[Future[Done | Failed]],
+        futures: Mapping[int, Future[Done | Failed]],
         timeout_s: float | None,
         every_s: float,
         began_s: float,
@@ -322,7 +282,7 @@ class RankGroup:
         end_s = began_s + limit_s
         if self._ended:
             raise _ended_error()
-        silent = {future: rank for rank, future in enumerate(futures)}
+        silent = {future: rank for rank, future in futures.items()}
         raised: list[tuple[int, Failed]] = []
         say_s = began_s + min(every_s, limit_s / 2)  # time of the next report
         while silent:
@@ -379,17 +339,6 @@ class RankGroup:
                 raise
             raise self._died or self._death(rank, f"in the middle of '{title}'") from error
 
-    def _distance(self) -> float:
-        """Measure the offset of this process's clock from the first rank's."""
-
-        def trip() -> tuple[float, float]:
-            before_s = self._clock.now()
-            theirs_s: float = self._run("'now'", repeat(step(Rank.now)))[0]
-            after_s = self._clock.now()
-            return after_s - before_s, (before_s + after_s) / 2 - theirs_s
-
-        return min(trip() for _ in range(SAMPLES))[1]  # by the shortest trip
-
     def _end(self) -> None:
         self._ended = True
         if self._kill:
@@ -397,7 +346,9 @@ class RankGroup:
 
     def _has_ended(self, rank: int, launched: Launched) -> None:
         """Report a rank that ended between two calls. A call in progress detects it itself."""
-        with self._calling:
+        if self._ended:
+            return
+        with self.request([rank]), self._dying:  # of several, one is reported
             if self._ended or self._launched is not launched:
                 return
             self._died = error = self._death(rank, "between two calls")
@@ -408,7 +359,8 @@ class RankGroup:
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
         """Return the error for a rank that closed its end, after other ranks may have raised."""
         if self._ended:
-            return RankError(f"the ranks were ended {when}", code="ranks-ended")
+            why = f": {without_advice(str(self._died))}" if self._died else ""
+            return RankError(f"the ranks were ended {when}{why}", code="ranks-ended")
         how, notes = self._launched.ended(rank)
         if raised:
             other, failed = min(raised, key=_time)
@@ -444,24 +396,6 @@ class RankGroup:
 
 def step(method: Method[*Ts, object], *arguments: *Ts) -> memoryview:
     return framed(STEP, (method.__name__, arguments))
-
-
-def deadline_s(paces: Sequence[float], size: float) -> float | None:
-    """Return a call's time limit from earlier calls. ``None`` if too few are known."""
-    return max(QUICK_S, SLOW * median(paces) * size) if len(paces) >= KNOWN else None
-
-
-def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:
-    """Return this process's clock offset, corrected as little as a call's times allow."""
-    if not works:
-        return known_s
-    # Clocks drift apart over hours. But no work starts before its call was sent, and none ends
-    # after its answer arrived.
-    least_s = sent_s - min(work.start_s for work in works)
-    most_s = came_s - max(work.end_s for work in works)
-    if least_s > most_s:  # the work took longer by its own clock than by this one
-        return (least_s + most_s) / 2
-    return min(max(known_s, least_s), most_s)
 
 
 def _report(say: Say, name: str, line: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +84,7 @@ class Service:
     """A role's worker, with the methods that executors call."""
 
     offloaded: OffloadedTensors | None = None  # tensors off the device while other services work
+    rank = 0  # among the ranks of the service, set once it is made
 
     def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
         self.worker = worker
@@ -132,29 +134,41 @@ class CallPredictor:
 
 class RankServices:
     """The services of one rank. They share its device: a call loads the offloaded tensors of its
-    service and offloads the rest.
+    service and offloads the rest. A service is on its ``ranks``, in ascending order, or on all.
     """
 
-    def __init__(self, rank: int, makes: Makes) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: int, makes: Makes, ranks: Mapping[str, Sequence[int]] = MappingProxyType({})
+    ) -> None:
         self._services = dict[str, Service]()
         self._offloaded = dict[str, OffloadedTensors]()
         self._predictor = CallPredictor()
         self._noted = list[Work]()
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._beside = dist.new_group(backend="gloo") if ranks > 1 else None
+        self._all = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+        self._ranks = {name: tuple(ranks.get(name, self._all)) for name in makes}
+        self._beside = {  # all ranks take part in making each group, in the same order
+            members: dist.new_group(members, backend="gloo")
+            for members in dict.fromkeys((self._all, *self._ranks.values()))
+            if len(members) > 1
+        }
         for name, (make, arguments) in makes.items():
+            if rank not in self._ranks[name]:
+                continue
             service = self._services[name] = make(*arguments)
+            service.rank = self._ranks[name].index(rank)
             if offloaded := getattr(service, "offloaded", None):
                 self._offloaded[name] = offloaded
                 offloaded.offload()  # to make room for the next one
         self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
 
-    def answer(self, service: str, method: str, arguments: tuple[Any, ...]) -> object:
+    def answer(
+        self, service: str, method: str, arguments: tuple[Any, ...], jointly: bool = False
+    ) -> object:
         """Return the result of a service's method, or the StrettoError it raised. The rank lives
-        on. Results that must be equal on all ranks are compared, and only the first rank returns
+        on. Results that must be equal on all its ranks are compared, and only the first one returns
         them. Raises RankError if they differ. Raises the error itself if the other ranks have not
-        finished the method after ``ALONE_S``, as they may wait for this rank elsewhere.
+        finished the method after ``ALONE_S``, as they may wait for this rank elsewhere. Called
+        jointly, the method has to end in the other services too.
         """
         call = self._method(service, method)
         remote = remote_of(call)
@@ -163,7 +177,13 @@ class RankServices:
             result: object = call(*arguments)
         except StrettoError as error:
             result = error
-        return self._finished(remote, result)
+        if remote.meets:
+            self._meet(result, self._ranks[service], alike=remote.alike)
+            if jointly:
+                self._meet(result, self._all, alike=False)
+        if remote.alike and self._services[service].rank and isinstance(result, Reply):
+            result = Reply(None, result.work)
+        return self._finished(result)
 
     def aside(self, service: str, method: str, arguments: tuple[Any, ...]) -> Any:
         return self._method(service, method)(*arguments)
@@ -189,14 +209,8 @@ class RankServices:
         if coming in self._offloaded:
             self._offloaded[coming].load(early=True)
 
-    def _finished(self, remote: Remote, result: object) -> object:
-        """Return a call's result or error, after the other ranks have ended a collective call.
-        Finished copies are added to a Reply.
-        """
-        if self._beside and remote.meets:
-            self._meet(result, alike=remote.alike)
-            if remote.alike and self._rank and isinstance(result, Reply):
-                result = Reply(None, result.work)
+    def _finished(self, result: object) -> object:
+        """Return a call's result or error. Finished copies are added to a Reply."""
         for copies in self._copy_streams:
             self._noted += copies.take()
         if not isinstance(result, Reply):  # copies can be reported later, waits only now
@@ -205,13 +219,15 @@ class RankServices:
         works, self._noted = self._noted, []
         return replace(result, work=(*works, *result.work))
 
-    def _meet(self, result: object, *, alike: bool) -> None:
-        """Wait until the method has ended on all ranks. Compare results by a checksum."""
+    def _meet(self, result: object, ranks: tuple[int, ...], *, alike: bool) -> None:
+        """Wait until the method has ended on these ranks. Compare results by a checksum."""
+        if len(ranks) == 1:
+            return
         failed = isinstance(result, StrettoError)
         value = result.value if alike and isinstance(result, Reply) else None
         summary = torch.tensor([failed, zlib.crc32(pickle.dumps(value))])
-        summaries = [torch.empty_like(summary) for _ in range(dist.get_world_size())]
-        work = dist.all_gather(summaries, summary, group=self._beside, async_op=True)
+        summaries = [torch.empty_like(summary) for _ in ranks]
+        work = dist.all_gather(summaries, summary, group=self._beside[ranks], async_op=True)
         try:
             work.wait(*[timedelta(seconds=ALONE_S)] if failed else [])
         except RuntimeError:
@@ -220,10 +236,11 @@ class RankServices:
             raise
         gave_up, sums = torch.stack(summaries).T.tolist()
         if not any(gave_up) and len(set(sums)) > 1:
-            other = next(rank for rank, checksum in enumerate(sums) if checksum != sums[0])
+            pairs = zip(ranks, sums, strict=True)
+            other = next(rank for rank, checksum in pairs if checksum != sums[0])
             raise RankError(
-                f"rank {other} has decoded or scored otherwise than rank 0: both have the same "
-                "model and got the same. See whether their GPUs and libraries are the same",
+                f"rank {other} has decoded or scored otherwise than rank {ranks[0]}: both have the "
+                "same model and got the same. See whether their GPUs and libraries are the same",
                 other,
                 "ranks-disagree",
             )
