@@ -188,7 +188,7 @@ def test_the_settings_in_the_docs_are_settings() -> None:
         "learner", "generator 0+reference", "generator 1", "critic",
     ]  # fmt: skip
     assert [len(p.devices) for p in places(sharded, 4, 0)] == [4, 2, 1]
-    assert [len(p.devices) for p in places(colocated, 4, 0)] == [2]
+    assert [len(p.devices) for p in places(colocated, 4, 0)] == [4]
     assert (ray.runtime, ray.cluster.address) == ("ray", "auto")
 
 

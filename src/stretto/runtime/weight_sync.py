@@ -199,11 +199,14 @@ class WeightSync:
         for model, ref in refs.items():
             names = [name for name, follows in self._models.items() if follows == model]
             outcomes = self.transfer(ref, [name for name in names if not self._is_here(name)])
-            for name in filter(self._is_here, names):
+            for here in self._sharing_ranks(model):
                 start_s = time.perf_counter()
                 offers = self._offers(ref) if self._meeting else []
-                loaded = self._followers[name].ask(FollowerService.load, ref)
-                outcomes[name] = self._loaded_here(name, ref, offers, loaded, start_s)
+                first, *others = (self._followers[name] for name in here)
+                replies = first.ask_jointly(others, FollowerService.load, ref)
+                outcomes |= self._loaded_here(
+                    dict(zip(here, replies, strict=True)), ref, offers, start_s
+                )
             for outcome in outcomes.values():
                 if isinstance(outcome, Exception):
                     raise outcome
@@ -222,13 +225,15 @@ class WeightSync:
             except Exception as error:  # the learner is lost
                 return dict.fromkeys(elsewhere, error)
 
-        transfer = asyncio.ensure_future(transferred()) if elsewhere else None
+        tasks = dict[str, asyncio.Future[Mapping[str, Outcome]]]()
+        if elsewhere:
+            tasks |= dict.fromkeys(elsewhere, asyncio.ensure_future(transferred()))
+        for here in self._sharing_ranks(ref.model):
+            if not set(here).isdisjoint(names):
+                tasks |= dict.fromkeys(here, asyncio.ensure_future(self._load_here(here, ref)))
 
         async def load(name: str) -> Reply[Loaded]:
-            if transfer is None or name not in elsewhere:
-                outcome = await self._load_here(name, ref)
-            else:
-                outcome = (await asyncio.shield(transfer))[name]  # also waited for by others
+            outcome = (await asyncio.shield(tasks[name]))[name]  # also waited for by others
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
@@ -244,26 +249,37 @@ class WeightSync:
     def _is_here(self, name: str) -> bool:
         return self._followers[name].shares_ranks(self._learner)
 
-    async def _load_here(self, name: str, ref: WeightsRef) -> Outcome:
+    def _sharing_ranks(self, model: str) -> list[list[str]]:
+        """Return the followers in the learner's ranks, in lists of those that load at once: all
+        that work in processes, because resharding is a collective of all ranks.
+        """
+        here = [name for name, follows in self._models.items() if follows == model]
+        here = [name for name in here if self._is_here(name)]
+        return [here] if here and self._meeting else [[name] for name in here]
+
+    async def _load_here(self, names: Sequence[str], ref: WeightsRef) -> Mapping[str, Outcome]:
         start_s = time.perf_counter()
         offers = await asyncio.to_thread(self._offers, ref) if self._meeting else []
-        loaded = await self._followers[name].call(FollowerService.load, ref)
-        return self._loaded_here(name, ref, offers, loaded, start_s)
+        first, *others = (self._followers[name] for name in names)
+        replies = await first.call_jointly(others, FollowerService.load, ref)
+        return self._loaded_here(dict(zip(names, replies, strict=True)), ref, offers, start_s)
 
     def _loaded_here(
         self,
-        name: str,
+        loaded: Mapping[str, Reply[Loaded]],
         ref: WeightsRef,
         offers: Sequence[Offer],
-        loaded: Reply[Loaded],
         start_s: float,
-    ) -> Outcome:
+    ) -> Mapping[str, Outcome]:
         """Verify the loaded weights, unless followers read the learner's tensors in one process."""
         if not offers:
             return loaded
-        self._record(ref, start_s, loaded.value.moved)
-        outcome = proved(name, loaded, ref, offers[0], "", self._tolerance.limit)
-        return self._compared(ref, offers[0], {name: outcome})[name]
+        self._record(ref, start_s, max(reply.value.moved for reply in loaded.values()))
+        outcomes = {
+            name: proved(name, reply, ref, offers[0], "", self._tolerance.limit)
+            for name, reply in loaded.items()
+        }
+        return self._compared(ref, offers[0], outcomes)
 
     # -- followers elsewhere -------------------------------------------------------------------
 
