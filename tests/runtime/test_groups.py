@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from stretto.assembly.run_models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster_config import ProcessConfig
 from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError
+from stretto.layout import Layout
 from stretto.models.load import load_causal_lm, save_model
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
@@ -149,40 +150,86 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
     assert all(m["cluster/deaths"] == 0 for m in run.read_metrics())
 
 
+def process(roles: str, ranks: int, **layout: dict[str, int]) -> ProcessConfig:
+    data = {"roles": roles.split("+"), "ranks": ranks, "layout": layout}
+    return ProcessConfig.model_validate(data)
+
+
+ALL = "learner+generator+reference+critic"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stored", "changes"),
+    ("places", "stored", "changes"),
     [
-        ({("learner",): (2, 1)}, torch.float32, {"schedule": {"preset": "async"}}),
+        ([process("learner", 2)], torch.float32, {"schedule": {"preset": "async"}}),
         (
-            {
-                ("learner",): (2, 2),
-                ("generator",): (1, 2),
-                ("reference",): (1, 2),
-                ("critic",): (1, 2),
-            },
+            [
+                process("learner", 4, learner={"fsdp": 2, "tp": 2}),
+                process("generator", 2),
+                process("reference", 2),
+                process("critic", 2),
+            ],
             torch.bfloat16,
             {"schedule": {"preset": "oppo", "overcommit": 0}},
         ),
         pytest.param(
-            {("learner",): (1, 2), ("generator 0",): (1, 2), ("generator 1",): (1, 2)},
+            [
+                process("learner", 2, learner={"tp": 2}),
+                process("generator 0", 2),
+                process("generator 1", 2),
+            ],
             torch.float32,
             {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 2}},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {("learner",): (3, 1), ("generator",): (1, 2)},
+            [process("learner", 3), process("generator", 2)],
             torch.bfloat16,
             {"model": {"lora_rank": 2}},
             marks=pytest.mark.slow,
         ),
-        pytest.param({("learner",): (1, 2)}, torch.bfloat16, RLOO, marks=pytest.mark.slow),
-        ({("learner", "generator", "reference", "critic"): (2, 1)}, torch.bfloat16, {}),
-        # Three ranks do not divide four heads, so the reference is sharded.
-        ({("learner", "reference"): (3, 1)}, torch.bfloat16, {"schedule": {"preset": "oppo"}}),
         pytest.param(
-            {("learner", "generator"): (1, 2), ("reference", "critic"): (1, 2)},
+            [process("learner", 2, learner={"tp": 2})],
+            torch.bfloat16,
+            RLOO,
+            marks=pytest.mark.slow,
+        ),
+        ([process(ALL, 2)], torch.bfloat16, {}),
+        # Three ranks do not divide four heads, so the reference is sharded.
+        ([process("learner+reference", 3)], torch.bfloat16, {"schedule": {"preset": "oppo"}}),
+        pytest.param(
+            [process("learner+generator", 2, learner={"tp": 2}), process("reference+critic", 2)],
             torch.float32,
             {"schedule": {"preset": "async"}},
+            marks=pytest.mark.slow,
+        ),
+        (
+            [
+                process(
+                    ALL,
+                    4,
+                    generator={"dp": 2, "tp": 2},
+                    reference={"dp": 4},
+                    critic={"dp": 2, "tp": 2},
+                )
+            ],
+            torch.bfloat16,
+            {"rollout": {"engines": 2}},
+        ),
+        pytest.param(
+            [process(ALL, 4, learner={"fsdp": 2, "tp": 2}, generator={"dp": 4}, critic={"dp": 4})],
+            torch.float32,
+            {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 4}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [
+                process("learner", 2),
+                process("generator", 4, generator={"dp": 2, "tp": 2}),
+                process("critic", 2, critic={"dp": 2}),
+            ],
+            torch.bfloat16,
+            {"model": {"lora_rank": 2}, "rollout": {"engines": 2}},
             marks=pytest.mark.slow,
         ),
     ],
@@ -190,7 +237,7 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
 def test_roles_over_ranks_work_as_one_process(
     tiny_folder: Path,
     tmp_path: Path,
-    ranks: Mapping[tuple[str, ...], tuple[int, int]],
+    places: Sequence[ProcessConfig],
     stored: torch.dtype,
     changes: dict[str, Any],
 ) -> None:
@@ -207,10 +254,10 @@ def test_roles_over_ranks_work_as_one_process(
         "model": {"name": str(model), "dtype": "float32", **changes.get("model", {})},
         "reward": {"sources": (f"{rewards}:some",), "missing_eos": "off"},
     }
-    config = settings(model, **{**changes, **own})
+    rollout = {"batch": 4, "max_new_tokens": 6, **changes.get("rollout", {})}
+    config = settings(model, **{**changes, **own, "rollout": rollout})
     here = trained(config, tmp_path / "inline")
-    processes_ = tuple(ProcessConfig(roles=r, fsdp=f, tp=t) for r, (f, t) in ranks.items())
-    placed = {"runtime": "local", "cluster": ClusterConfig(processes=processes_)}
+    placed = {"runtime": "local", "cluster": ClusterConfig(processes=tuple(places))}
     there = trained(config.model_copy(update=placed), tmp_path / "there")
     assert_same_but_for_rounding(model, here, there)
     assert not processes()
@@ -259,7 +306,7 @@ def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
             update={
                 "cluster": ClusterConfig(
                     processes=tuple(
-                        ProcessConfig(roles=r, fsdp=n, offload=offload and len(r) > 1)
+                        ProcessConfig(roles=r, ranks=n, offload=offload and len(r) > 1)
                         for r, n in ranks.items()
                     )
                 )
@@ -328,15 +375,15 @@ def test_a_classifier_made_here_goes_to_processes_and_is_resumed(tmp_path: Path,
 
 
 RANKS_BEFORE_AND_AFTER = [
-    ({"fsdp": 2}, {"tp": 2}),
-    pytest.param({"fsdp": 2}, {}, marks=pytest.mark.slow),
-    pytest.param({}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.slow),
+    (Layout(fsdp=2), Layout(tp=2)),
+    pytest.param(Layout(fsdp=2), Layout(), marks=pytest.mark.slow),
+    pytest.param(Layout(), Layout(fsdp=2, tp=2), marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), RANKS_BEFORE_AND_AFTER)
 def test_a_run_is_resumed_with_other_ranks(
-    tiny_folder: Path, tmp_path: Path, before: dict[str, int], after: dict[str, int]
+    tiny_folder: Path, tmp_path: Path, before: Layout, after: Layout
 ) -> None:
     """As one that was never stopped, in one process, but for rounding."""
     config = settings(
@@ -344,15 +391,16 @@ def test_a_run_is_resumed_with_other_ranks(
     )
     whole = trained(config, tmp_path / "whole")
 
-    def over(ranks: dict[str, int]) -> Config:
-        learner = ClusterConfig(processes=(ProcessConfig(roles=("learner",), **ranks),))
-        return config.model_copy(update={"runtime": "local", "cluster": learner})
+    def over(layout: Layout) -> Config:
+        learner = ProcessConfig(roles=("learner",), ranks=layout.ranks, layout={"learner": layout})
+        cluster = ClusterConfig(processes=(learner,))
+        return config.model_copy(update={"runtime": "local", "cluster": cluster})
 
     run = RunDirectory.create(tmp_path, "run", config)
     with killed_by_ctrl_c():
         runs.train(over(before), run_dir=run, progress=Stopper())
     files = sorted((run.checkpoints / "step-000002" / "learner").iterdir())
-    assert len(files) == before.get("fsdp", 1)
+    assert len(files) == before.ranks
     runs.train(over(after), run_dir=run, resume=True, progress=NoProgress())
     assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
     assert_same_but_for_rounding(tiny_folder, whole, run)
@@ -361,7 +409,7 @@ def test_a_run_is_resumed_with_other_ranks(
 def test_a_rank_whose_disk_is_full_leaves_the_former_checkpoint(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    learner = ClusterConfig(processes=(ProcessConfig(roles=("learner",), fsdp=2),))
+    learner = ClusterConfig(processes=(process("learner", 2),))
     config = settings(
         tiny_folder, steps=3, runtime="local", cluster=learner, observe={"checkpoint_every": 1}
     )
@@ -412,7 +460,7 @@ def test_roles_that_die_with_the_learner_end_the_run_with_the_cause(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     """They are not replaced, as what is trained would begin anew with them."""
-    together = ProcessConfig(roles=("learner", "generator"), fsdp=2)
+    together = process("learner+generator", 2)
     cluster = ClusterConfig(processes=(together,))
     config = settings(tiny_folder, runtime="local", steps=500)
     killer = Killer("learner+generator, rank 1")
@@ -487,9 +535,20 @@ def test_a_process_that_dies_while_the_run_starts_is_started_again(
     assert killed
 
 
-@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize(
+    ("sends", "places"),
+    [
+        (True, []),
+        (False, []),
+        (True, [process("learner+generator", 2, generator={"dp": 2})]),
+    ],
+)
 def test_stragglers_move_between_processes_and_nothing_changes(
-    tiny_folder: Path, tmp_path: Path, sends: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path,
+    tmp_path: Path,
+    sends: bool,
+    places: Sequence[ProcessConfig],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not sends:  # then their tokens are prefilled again
         monkeypatch.setattr(KVRouter, "bytes_per_s", lambda *_: 1.0)
@@ -502,7 +561,8 @@ def test_stragglers_move_between_processes_and_nothing_changes(
         reward={"missing_eos": "off"},
         warmup_examples=64,  # so that some responses end before others
     )
-    there = trained(config, tmp_path / "there")
+    cluster = ClusterConfig(processes=tuple(places))
+    there = trained(config.model_copy(update={"cluster": cluster}), tmp_path / "there")
     spans = json.loads((there.path / "trace.json").read_text())
     assert sum(span["name"] == "migrate" for span in spans) >= 2  # given, and taken
     here = trained(config.model_copy(update={"runtime": "inline"}), tmp_path / "here")
@@ -633,7 +693,7 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
 
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    learner = {"processes": [{"roles": ["learner"], "fsdp": 2}]}
+    learner = {"processes": [{"roles": ["learner"], "ranks": 2}]}
     config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2}, cluster=learner)
     with raises(ConfigError, "stages-and-shards", "pipeline.ranks", "fsdp = 2"):
         trained(config, tmp_path)
@@ -703,7 +763,7 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
 
 def test_a_sharded_learner_trains_while_a_follower_sleeps(tiny_folder: Path) -> None:
     """Two of its ranks send to a generator that is stopped; a step is taken, and then it wakes."""
-    processes = [{"roles": ["learner"], "fsdp": 2}]
+    processes = [{"roles": ["learner"], "ranks": 2}]
     changes = {**RLOO, "schedule": {"preset": "async"}, "cluster": {"processes": processes}}
     config = settings(tiny_folder, runtime="local", **changes)
     tokens, logprobs = np.full(8, 65, np.int32), np.full(8, -3.0, np.float32)
@@ -751,7 +811,7 @@ def test_the_layouts_of_eight_gpus(
         algorithm={"name": "rloo"},
         rollout={"batch": 16, "max_new_tokens": 6, "samples_per_prompt": 2, "engines": engines},
         schedule={"preset": preset},
-        cluster={"processes": [{"roles": ["learner"], "fsdp": fsdp}], "scorers": "together"},
+        cluster={"processes": [{"roles": ["learner"], "ranks": fsdp}], "scorers": "together"},
     )
     run = trained(config, tmp_path, Killer("generator 1"))
     metrics = run.read_metrics()

@@ -204,9 +204,8 @@ class WeightSync:
                 offers = self._offers(ref) if self._meeting else []
                 first, *others = (self._followers[name] for name in here)
                 replies = first.ask_jointly(others, FollowerService.load, ref)
-                outcomes |= self._loaded_here(
-                    dict(zip(here, replies, strict=True)), ref, offers, start_s
-                )
+                loaded = dict(zip(here, replies, strict=True))
+                outcomes |= self._loaded_here(loaded, ref, offers, start_s)
             for outcome in outcomes.values():
                 if isinstance(outcome, Exception):
                     raise outcome

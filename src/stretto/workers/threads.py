@@ -178,8 +178,18 @@ class Executor(Protocol):
         replaced with what it held, and RankError if it has died and cannot be replaced.
         """
 
+    async def call_jointly(
+        self, others: Sequence[Any], method: Method[*Ts, Reply[T]], *args: *Ts
+    ) -> list[Reply[T]]:
+        """Call a method of this service and of others, which executors like this one call, at the
+        same time. In a group they must divide the ranks among themselves.
+        """
+
     def ask(self, method: Method[*Ts, T], *args: *Ts) -> T:
         """Return a method's result; blocks. Only while nothing else is asked of the service."""
+
+    def ask_jointly(self, others: Sequence[Any], method: Method[*Ts, T], *args: *Ts) -> list[T]:
+        """Return a method's results of this service and of others, as :meth:`call_jointly`."""
 
     def aside_on_all(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float) -> list[T]:
         """Call a method on all ranks at once while another may be under way; blocks."""
@@ -203,9 +213,18 @@ class ThreadExecutor:
     async def call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> Reply[T]:
         return await self._thread.run(lambda: self.ask(method, *args))
 
+    async def call_jointly(
+        self, others: Sequence[Any], method: Method[*Ts, Reply[T]], *args: *Ts
+    ) -> list[Reply[T]]:
+        calls = (executor.call(method, *args) for executor in (self, *others))
+        return list(await asyncio.gather(*calls))
+
     def ask(self, method: Method[*Ts, T], *args: *Ts) -> T:
         answer: T = getattr(self.service, method.__name__)(*args)
         return answer
+
+    def ask_jointly(self, others: Sequence[Any], method: Method[*Ts, T], *args: *Ts) -> list[T]:
+        return [executor.ask(method, *args) for executor in (self, *others)]
 
     def aside_on_all(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float) -> list[T]:
         self._thread.stream.follow()
