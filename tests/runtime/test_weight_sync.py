@@ -19,15 +19,8 @@ from stretto.protocols import RealClock
 from stretto.runtime.clients import GeneratorClient
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.process_messages import Loaded, Offer
-from stretto.runtime.weight_sync import (
-    TRIES,
-    Action,
-    Tolerance,
-    WeightSync,
-    difference,
-    proved,
-    transfer_steps,
-)
+from stretto.runtime.transfer_steps import TRIES, Action, difference, proved, transfer_steps
+from stretto.runtime.weight_sync import Tolerance, WeightSync
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender

@@ -1,29 +1,20 @@
 """Weight sync: sends weights from the learner to its followers and verifies them.
 
-:func:`transfer_steps` decides each next step. It is pure: no processes, no clock. Control calls,
-which may raise, come first: the learner offers a version and announces its plan to each follower,
-which compares it with its own. Then the tensors move bucket by bucket on a separate group, with a
-deadline. Then they are verified: by marks of the received data, by the model's fingerprint (which
-the follower computes), and by the log-probs of a fixed probe from both engine and learner. If a
-failure leaves other followers without weights, they are told to abort, which detects those that
-hang. The rest try once more on a new group.
+:mod:`stretto.runtime.transfer_steps` decides each next step of a transfer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from statistics import median
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
@@ -33,6 +24,7 @@ from stretto.runtime.clients import FollowerClient, Load
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.process_messages import Loaded, Offer
 from stretto.runtime.role_services import FollowerService
+from stretto.runtime.transfer_steps import Action, Outcome, difference, proved, transfer_steps
 from stretto.saying import Say
 from stretto.training.agreement import FLOORS, LIMITS, is_coarse
 from stretto.types import FloatArray, Reply, WeightsRef
@@ -40,85 +32,12 @@ from stretto.weights.transfer import Meeting, Route, Wire, choose_wires
 from stretto.workers.threads import Executor, Method, Ts, WorkerThread
 
 CONTROL_S = 30.0  # a process that answers no side call for so long is assumed to hang
-TRIES = 2  # maximum attempts at a transfer
 SLOW = 10.0  # a transfer is aborted after so many times the median duration
 LEAST_BYTES_PER_S: dict[Wire, float] = {"gloo": 50e6, "nccl": 500e6, "ipc": 500e6}
 """Assumed minimum speed of a wire before it is measured."""
 ROUNDING = 4.0
 """Factor between the first sync's difference on the probe and the largest usual one. The probe's
 few tokens are not sampled, and rounding grows as the model finds them less likely."""
-
-Outcome = Reply[Loaded] | Exception
-"""Result of a follower's part in a transfer."""
-
-
-class Action(StrEnum):
-    """Requests of a transfer. The comments describe the answers."""
-
-    OFFER = "offer"  # the learner's offers of the version, one per rank
-    ANNOUNCE = "announce"  # the plan to a follower: None, or the error if it is gone
-    SEND = "send"  # mark of the sent data ("" after a failure) and each follower's outcome
-    ABORT = "abort"  # to a follower without weights: None, or the error if it hangs
-
-
-def transfer_steps(
-    ref: WeightsRef, followers: Sequence[str], tolerance: float
-) -> Generator[tuple[Action, Sequence[str]], Any, dict[str, Outcome]]:
-    """Yield the actions of a transfer and their followers. Return verified outcomes."""
-    waiting, outcomes = list(followers), dict[str, Outcome]()
-    for _ in range(TRIES):
-        offers: Sequence[Offer] = yield Action.OFFER, tuple(waiting)
-        for name in waiting:
-            if (gone := (yield Action.ANNOUNCE, (name,))) is not None:
-                waiting.remove(name)
-                outcomes[name] = RoleLostError(name, str(gone), gone.code)
-                broken = TransferError(f"{name} is gone: {gone}")
-                outcomes |= dict.fromkeys(waiting, broken)
-                break
-        else:
-            mark, answers = yield Action.SEND, tuple(waiting)
-            for name, outcome in answers.items():
-                outcomes[name] = proved(name, outcome, ref, offers[0], mark, tolerance)
-        waiting = [name for name in waiting if isinstance(outcomes[name], TransferError)]
-        for name in tuple(waiting):
-            if (hangs := (yield Action.ABORT, (name,))) is not None:
-                waiting.remove(name)
-                why = f"{name} hangs in a weight sync: {hangs}"
-                outcomes[name] = RoleLostError(name, why, "hangs-in-weight-sync")
-        if not waiting:
-            break
-    return outcomes
-
-
-def proved(
-    name: str, outcome: Outcome, ref: WeightsRef, offer: Offer, sent: str, tolerance: float
-) -> Outcome:
-    """Return the outcome, or an error if the follower holds other weights than were sent."""
-    if isinstance(outcome, Exception):
-        return outcome
-    loaded = outcome.value
-    if sent and loaded.mark != sent:
-        return EngineError(
-            f"version {ref.version} of the {ref.model} was sent with the mark {sent}, and "
-            f"{name} received {loaded.mark}: what is between them changes data",
-            "weights-changed-on-the-way",
-        )
-    if offer.probe is not None and loaded.probe is not None:
-        gap = difference(offer.probe, loaded.probe)
-        if not gap <= tolerance:
-            return EngineError(
-                f"after the sync of version {ref.version} of the weights, {name} and the learner "
-                f"differ by {gap:.4g} nats (root mean square) on the log-probs of the probe; "
-                f"{tolerance:g} is allowed. Their kernels or types differ: look at model.dtype and "
-                "the devices, or raise cluster.probe_tolerance",
-                "probe-differs",
-            )
-    return outcome
-
-
-def difference(one: FloatArray, two: FloatArray) -> float:
-    squares = (one.astype(np.float64) - two.astype(np.float64)) ** 2
-    return math.sqrt(squares.mean())
 
 
 @dataclass(frozen=True, slots=True)
