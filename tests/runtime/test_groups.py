@@ -541,6 +541,11 @@ def test_a_process_that_dies_while_the_run_starts_is_started_again(
         (True, []),
         (False, []),
         (True, [process("learner+generator", 2, generator={"dp": 2})]),
+        pytest.param(
+            True,
+            [process("generator", 4, generator={"dp": 2, "tp": 2})],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_stragglers_move_between_processes_and_nothing_changes(

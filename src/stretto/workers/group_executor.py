@@ -48,8 +48,8 @@ class ServiceGroup(RankGroup):
         self._paces: dict[tuple[str, ...], deque[float]] = {}
         self._ahead_s: dict[int, float] = {}  # this clock's offset from that of a first rank
 
-    def ranks_of(self, service: str) -> Sequence[int]:
-        return self._ranks.get(service, self.all_ranks)
+    def ranks_of(self, *services: str) -> list[int]:
+        return [r for service in services for r in self._ranks.get(service, self.all_ranks)]
 
     def close(self) -> None:
         super().close()
@@ -74,7 +74,7 @@ class ServiceGroup(RankGroup):
             call = service, name, args, jointly
             message = step(Rank.call, RankServices.answer.__name__, call)
             steps |= dict.fromkeys(self.ranks_of(service), message)
-        ranks = [rank for service in services for rank in self.ranks_of(service)]
+        ranks = self.ranks_of(*services)
         if jointly and sorted(ranks) != list(self.all_ranks):
             raise LifecycleError(f"{services} do not divide the ranks of the {self.name}")
         with turn or self.request(ranks):
@@ -140,9 +140,6 @@ class GroupExecutor:
     async def call_jointly(
         self, others: Sequence[GroupExecutor], method: Method[*Ts, Reply[T]], *args: *Ts
     ) -> list[Reply[T]]:
-        """Call a method of this service and of others, on the remaining ranks of the group, at the
-        same time. Return their replies.
-        """
         group = self._group
         for executor in (self, *others):
             if group.generation != executor.generation:
@@ -153,7 +150,7 @@ class GroupExecutor:
                     "replaced-with-another",
                 )
         services = [executor._service for executor in (self, *others)]
-        turn = group.request([rank for name in services for rank in group.ranks_of(name)])
+        turn = group.request(group.ranks_of(*services))
         worker = group.workers[turn.ranks]
         try:
             return await worker.run(partial(group.ask, services, method, *args, turn=turn))
