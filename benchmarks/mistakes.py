@@ -69,7 +69,10 @@ FILES: dict[str, str | tuple[bytes, int]] = {
     "section.toml": "[rolout]\nbatch = 3\n",
     "trl.toml": "[training]\nlearning_rate = 1e-5\n",
     "kind.toml": '[data]\nname = "rows.jsonl"\n',
-    "ranks3.toml": 'runtime = "local"\n[[cluster.processes]]\nroles = ["generator"]\nranks = 3\n',
+    "ranks3.toml": (
+        'runtime = "local"\n[[cluster.processes]]\nroles = ["generator"]\nranks = 3\n'
+        "layout.generator = { tp = 3 }\n"
+    ),
     "gpu.toml": (
         'runtime = "local"\n[[cluster.processes]]\nroles = ["learner"]\ndevice = "cuda:1"\n'
     ),

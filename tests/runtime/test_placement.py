@@ -303,7 +303,7 @@ def test_older_files_give_shards_and_slices_of_a_process() -> None:
     layout = {"learner": {"fsdp": 2, "tp": 2}}
     newer = [
         {"roles": ["learner", "generator"], "ranks": 4, "layout": layout},
-        {"roles": ["critic"], "ranks": 2},
+        {"roles": ["critic"], "ranks": 2, "layout": {"critic": {"tp": 2}}},
     ]
     assert config(cluster={"processes": older}) == config(cluster={"processes": newer})
 

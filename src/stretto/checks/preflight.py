@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stretto import files, hub, outside, tasks
 from stretto.checks import user_functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
-from stretto.config.cluster_config import GENERATOR, LEARNER
+from stretto.config.cluster_config import LEARNER
 from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
 from stretto.config.training_config import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
@@ -82,9 +82,9 @@ def check_run(
             config.require_positions("the actor", info.positions)
             if config.model.lora_rank:
                 info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
-            roles = (LEARNER, GENERATOR, "reference")
-            layouts = [config.cluster.layouts(role, config.rollout.engines) for role in roles]
-            _check_slices(info, *(layout.tp for layout in chain.from_iterable(layouts)))
+            layouts = config.generator_layouts
+            layouts += chain(*map(config.cluster.layouts, (LEARNER, "reference")))
+            _check_slices(info, *(layout.tp for layout in layouts))
             _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)

@@ -25,7 +25,7 @@ def describe_run(config: Config) -> str:
 
     check_run(config, ask_hub=False)
     choices: list[str] = []
-    if _gpus(config.model):
+    if _gpus(config.model) or any(p.ranks > 1 for p in config.cluster.processes):
         config = settled(config, choices.append)
     r, t = config.rollout, config.training
     updates = t.epochs * t.minibatches

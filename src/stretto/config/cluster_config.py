@@ -32,6 +32,12 @@ def generator_names(count: int) -> list[str]:
     return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
 
 
+def _kind(role: str) -> str:
+    """Return a role's name without a copy's number."""
+    name, _, number = role.rpartition(" ")
+    return name if number.isdecimal() else role
+
+
 def _without_auto(layouts: Any) -> Any:
     if not isinstance(layouts, dict):
         return layouts
@@ -52,8 +58,7 @@ class ProcessConfig(Section):
     x shards (fsdp, gathered layer by layer) x slices of linear layers (tp, which divides the
     model's heads). The product is the number of ranks. The learner has one copy, generators no
     shards. Each copy of a generator is an engine. 'auto', or no layout: a learner is sharded,
-    generators are cut into as many slices as there are ranks for each engine, scorers into as many
-    as there are ranks, or sharded if these do not divide the heads."""
+    other roles take the least slicing that divides the model's heads and fits the memory plan."""
     threads: WorkersOrAuto = 0
     """CPU threads of all its ranks together; 0 divides the cores among processes that work at the
     same time."""
@@ -77,25 +82,28 @@ class ProcessConfig(Section):
         sizes = {name: data[name] for name in ("fsdp", "tp") if name in data}
         if "ranks" in data or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
             return data
-        learns = LEARNER in data.get("roles", ())
+        roles = data.get("roles", ())
         rest = {name: value for name, value in data.items() if name not in sizes}
         ranks = sizes.get("fsdp", 1) * sizes.get("tp", 1)
-        return {**rest, "ranks": ranks, "layout": {LEARNER: sizes} if learns else {}}
+        kinds = [LEARNER] if LEARNER in roles else map(_kind, roles)
+        return {**rest, "ranks": ranks, "layout": dict.fromkeys(kinds, sizes)}
 
     @property
     def generates(self) -> bool:
         return any(role.startswith(GENERATOR) for role in self.roles)
 
     def layout_of(self, role: str, engines: int = 1) -> Layout | None:
-        """Return a role's layout in these ranks. ``None`` for a scorer without one. ``engines`` is
-        the number of generators in these ranks.
+        """Return a role's layout in these ranks. ``None`` if it is open: a scorer without one, or
+        a generator whose number of ``engines`` in these ranks is 0.
         """
-        name = GENERATOR if role.startswith(GENERATOR) else role
-        if layout := self.layout.get(name, self.layout.get(role.rpartition(" ")[0])):
+        kind = _kind(role)
+        if layout := self.layout.get(role, self.layout.get(kind)):
             return layout
-        if name == LEARNER:
+        if role == LEARNER:
             return Layout(fsdp=self.ranks)
-        return Layout(dp=engines, tp=max(self.ranks // engines, 1)) if name == GENERATOR else None
+        if kind != GENERATOR or not engines:
+            return None
+        return Layout(dp=engines, tp=max(self.ranks // engines, 1))
 
     def rules(self, broken: Rules) -> None:
         """Check that the roles can work in these processes."""
@@ -119,8 +127,8 @@ class ProcessConfig(Section):
     def _layout_rules(self, broken: Rules) -> None:
         for role, layout in self.layout.items():
             here = f"cluster.processes: layout.{role} = {layout}"
-            numbered = role == GENERATOR and self.generates
-            broken["layout-of-no-role"] = not (role in self.roles or numbered) and (
+            has_role = role in {*self.roles, *map(_kind, self.roles)}
+            broken["layout-of-no-role"] = not has_role and (
                 f"{here}, and these processes have {', '.join(self.roles)}; name one of these"
             )
             broken["layout-of-other-ranks"] = layout.ranks != self.ranks and (
@@ -184,11 +192,11 @@ class ClusterConfig(Section):
     def learner_layout(self) -> Layout:
         return self.process_of(LEARNER).layout_of(LEARNER) or Layout()
 
-    def layouts(self, role: str, engines: int) -> list[Layout]:
-        """Return a role's layouts in the processes that are named and hold it."""
+    def layouts(self, role: str, engines: int = 1) -> list[Layout]:
+        """Return a role's layouts in the processes that are named and hold it, if known."""
         layouts = list[Layout]()
         for process in self.processes:
-            if any(name == role or name.rpartition(" ")[0] == role for name in process.roles):
+            if role in map(_kind, process.roles):
                 layout = process.layout_of(role, engines if role in process.roles else 1)
                 layouts += [layout] if layout else []
         return layouts

@@ -31,6 +31,7 @@ from stretto.config.sections import (
 )
 from stretto.config.training_config import PipelineConfig, TrainingConfig
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 
 
 class Config(Section):
@@ -126,6 +127,17 @@ class Config(Section):
     @property
     def most_in_flight(self) -> int:
         return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
+
+    @property
+    def open_engines(self) -> bool:
+        """Whether engines in several ranks may be more than ``rollout.engines``, left at 1."""
+        return self.rollout.engines == 1 and not self.rollout.capabilities.own_weights
+
+    @property
+    def generator_layouts(self) -> list[Layout]:
+        """Layouts of generators in the processes that are named, if known."""
+        engines = 0 if self.open_engines else self.rollout.engines
+        return self.cluster.layouts(GENERATOR, engines)
 
     def with_model(self, name: str) -> Self:
         return self.changed_in("model", name=name)
@@ -225,8 +237,7 @@ class Config(Section):
 
     def _process_rules(self, broken: Rules) -> None:
         multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
-        layouts = self.cluster.layouts(GENERATOR, self.rollout.engines)
-        sliced = [layout.tp for layout in layouts if layout.tp > 1]
+        sliced = [layout.tp for layout in self.generator_layouts if layout.tp > 1]
         broken["draft-in-slices"] = (sliced and self.rollout.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
             f"one device, and cluster.processes cuts it by tp = {sliced[0]}; leave one of them out"

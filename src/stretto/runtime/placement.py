@@ -238,7 +238,7 @@ def _check_listed(roles: Sequence[str], fixed_roles: Sequence[str], models: Sequ
                 "unknown-role",
             )
     for scorer, names in copies.items():
-        if names != [scorer] and sorted(names) != [f"{scorer} {i}" for i in range(len(names))]:
+        if names != [scorer] and {*names} != {f"{scorer} {i}" for i in range(len(names))}:
             raise ConfigError(
                 f"cluster.processes places {', '.join(sorted(names))}: name one '{scorer}', or "
                 f"copies from '{scorer} 0' on, each once",
