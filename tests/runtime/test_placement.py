@@ -274,6 +274,7 @@ def test_engines_in_one_group_host_a_copy_of_each_scorer() -> None:
         ({"layout": {"critic": {"dp": 2, "fsdp": 2}}}, "leave dp out"),
         ({"layout": {"learner": {"fsdp": 0}}}, "each number is 1 or more"),
         ({"layout": {"learner": {"shards": 4}}}, "shards"),
+        ({"fsdp": 4}, "layout.learner = { fsdp = 4 }"),
     ],
 )
 def test_an_impossible_layout_is_refused(process: dict[str, Any], remedy: str) -> None:

@@ -18,6 +18,7 @@ from stretto.config.sections import (
     Workers,
     WorkersOrAuto,
 )
+from stretto.errors import RuleError
 from stretto.layout import Layout
 
 LEARNER, GENERATOR = "learner", "generator"
@@ -81,7 +82,12 @@ class ProcessConfig(Section):
             return data
         sizes = {name: data[name] for name in ("fsdp", "tp") if name in data}
         if "ranks" in data or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
-            return data
+            given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            raise RuleError(
+                f"cluster.processes: {given} belongs to the layout of a role; write it as in "
+                f"layout.learner = {{ {given} }}",
+                "sizes-outside-layout",
+            )
         roles = data.get("roles", ())
         rest = {name: value for name, value in data.items() if name not in sizes}
         ranks = sizes.get("fsdp", 1) * sizes.get("tp", 1)

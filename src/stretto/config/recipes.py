@@ -331,6 +331,8 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     if error["type"] == "extra_forbidden":
         table = isinstance(value, Mapping)
         return f"unknown setting '{key}'. {hint(key, kind, table=table)}"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"unknown setting '{key}'; a layout has dp, fsdp and tp"
     if error["type"] == "value_error":
         return str(context["error"])
     plain = isinstance(value, str | int | float | Mapping | Sequence | None)
