@@ -19,12 +19,13 @@ from torch import Tensor
 from stretto.config import AlgorithmConfig, Config
 from stretto.layout import Layout
 from stretto.models.heads import critic_from_actor
+from stretto.models.layer_shards import Grid
 from stretto.models.load import load_causal_lm
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.backprop import LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
+from stretto.training.sharded import ShardedBackprop, ShardedModel
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import FinishReason, Prompt, Score, TrainBatch
 

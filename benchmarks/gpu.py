@@ -32,6 +32,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from stretto.models.backend import keep_freed_memory
+from stretto.models.layer_shards import Grid
 
 keep_freed_memory()  # before torch is imported, as the command line does
 
@@ -55,7 +56,7 @@ from stretto.rollout.engine import TorchEngine
 from stretto.runtime.placement import places
 from stretto.scoring.model_scorers import reference_scorer
 from stretto.testing import contracts
-from stretto.training.sharded import Grid, ShardedModel
+from stretto.training.sharded import ShardedModel
 from stretto.training.trained import LearningRate, TrainedModel
 
 LIMIT_S = 75.0

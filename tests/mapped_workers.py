@@ -17,15 +17,16 @@ from stretto.config import Config, ModelConfig, OptimizerConfig
 from stretto.layout import Layout
 from stretto.models import layer_shards
 from stretto.models.heads import critic_from_actor
+from stretto.models.layer_shards import Grid
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.mapped import convert, take
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
-from stretto.runtime import learner_service, role_services
+from stretto.runtime import learner_service, role_services, scorer_roles
 from stretto.runtime.process_messages import RoleSetup, probe_of
 from stretto.training import sharded
-from stretto.training.sharded import Grid, ShardedModel
+from stretto.training.sharded import ShardedModel
 from stretto.training.trained import LearningRate
 from stretto.types import Prompt
 
@@ -67,13 +68,14 @@ class MappedRank:
     def served(self, config: Config, role: str) -> int:
         """Return bytes held when a role's service, as a run makes it, begins to divide a model."""
         before, seen = held_bytes(), list[int]()
-        setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"] * dist.get_world_size())
+        ranks = range(dist.get_world_size())
+        setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"] * len(ranks), ranks=ranks)
         probe = probe_of([Prompt(0, (1, 2, 3), "")])
         make: Callable[[], object] = {
             "learner": lambda: learner_service.learner(setup, probe),
             "generator": lambda: role_services.generator(setup, role, probe),
-            "reference": lambda: role_services.reference(setup),
-            "critic": lambda: role_services.critic(setup),
+            "reference": lambda: scorer_roles.reference(setup),
+            "critic": lambda: scorer_roles.critic(setup),
         }[role]
 
         def look(*args: Any, **kwargs: Any) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -20,15 +22,16 @@ from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
 from stretto.layout import Layout
 from stretto.models.devices import Backend
+from stretto.models.layer_shards import GatheredPasses, Grid, frozen_shards
 from stretto.models.load import set_checkpointing
-from stretto.models.lora import add_lora
+from stretto.models.lora import ReferenceAdapters, add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.scoring.base_scorer import ModelScorer
-from stretto.scoring.model_scorers import RewardModelScorer, reference_scorer
+from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.training import shard_files, sharded
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.sharded import Grid, ShardedBackprop, ShardedModel
+from stretto.training.sharded import ShardedBackprop, ShardedModel
 from stretto.training.trained import LearningRate
 from stretto.types import Response, Score, TrainBatch
 
@@ -90,14 +93,25 @@ def first_gradients(learner: PolicyLearner, before: str, batch: TrainBatch) -> d
     return found
 
 
-def scorers_of(budget: int) -> list[ModelScorer]:
+def scorers_of(
+    budget: int, divided: Callable[[nn.Module], GatheredPasses | None] = lambda _: None
+) -> list[ModelScorer]:
     """A reference and a reward model, the same on each rank."""
-    actor, classifier = models("plain")
+    actor, classifier = (model.float() for model in models("plain"))
     tokenizer = byte_tokenizer()
+    own = {"gathered": divided(classifier)}
     return [
-        reference_scorer(actor.float(), 0.7, budget),
-        RewardModelScorer("rm", classifier.float(), tokenizer, tokenizer, budget),
+        reference_scorer(actor, 0.7, budget, divided(actor)),
+        RewardModelScorer("rm", classifier, tokenizer, tokenizer, budget, **own),
     ]
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta]
+    plain = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in plain)}.values())
 
 
 def scored(scorer: ModelScorer, responses: Sequence[Response]) -> list[Score]:
@@ -109,6 +123,7 @@ class ShardedRank:
     """A rank that makes one learner after the other."""
 
     learner: PolicyLearner
+    scorers: list[ModelScorer]
 
     def __init__(self, rank: int, tp: int = 1) -> None:
         self._grid = Grid("cpu", Layout(fsdp=dist.get_world_size() // tp, tp=tp))
@@ -137,19 +152,35 @@ class ShardedRank:
         )
 
     def score(
-        self, responses: Sequence[Response], budget: int
+        self, responses: Sequence[Response], budget: int, on_host: bool
     ) -> tuple[list[list[Score]], int, int]:
         """Score by a reference and a reward model in shards. Return the scores, the tokens that
         were read, and the bytes of weights here.
         """
-        scorers = scorers_of(budget)
-        for scorer in scorers:
-            scorer.shard("cpu")
+        scorers = scorers_of(budget, partial(frozen_shards, grid=self._grid, on_host=on_host))
         scores = [scored(scorer, responses) for scorer in scorers]
         weights = [weight for scorer in scorers for weight in scorer.model.parameters()]
         assert all(isinstance(weight, DTensor) for weight in weights)
         held = sum(weight.to_local().nbytes for weight in weights)  # type: ignore[attr-defined]
         return scores, sum(scorer.read_tokens for scorer in scorers), held
+
+    def lend(self, budget: int, starts_adapted: bool | None) -> int:
+        """Make scorers that use the learner's shards: the critic, and a reference if there are
+        adapters. Return how many more bytes there are.
+        """
+        before, trained = held_bytes(), self.learner.trained
+        actor: Any = trained["actor"]
+        critic: Any = trained["critic"]
+        passes = GatheredPasses(critic.grid, critic.compute)
+        self.scorers = [critic_scorer(critic.model, budget, passes)]
+        if starts_adapted is not None:
+            adapters = ReferenceAdapters(actor.model, starts_adapted=starts_adapted)
+            passes = GatheredPasses(actor.grid, actor.compute, adapters)
+            self.scorers += [reference_scorer(actor.model, 0.7, budget, passes)]
+        return held_bytes() - before
+
+    def score_by_lent(self, responses: Sequence[Response]) -> list[list[Score]]:
+        return [scored(scorer, responses) for scorer in self.scorers]
 
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ from stretto import runs
 from stretto.assembly.run_models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster_config import ProcessConfig
-from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError
+from stretto.errors import (
+    ConfigError,
+    EngineError,
+    MissingExtraError,
+    ModelError,
+    RankError,
+    RewardError,
+)
 from stretto.layout import Layout
 from stretto.models.load import load_causal_lm, save_model
 from stretto.models.tiny import byte_tokenizer
@@ -41,6 +49,7 @@ from stretto.runtime.clients import KVRouter
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import ProcessPlacement
 from stretto.runtime.processes import LAUNCHERS, Launcher
+from stretto.runtime.role_services import FollowerService
 from stretto.runtime.run import Run, start
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
@@ -188,6 +197,17 @@ ALL = "learner+generator+reference+critic"
             {"model": {"lora_rank": 2}},
             marks=pytest.mark.slow,
         ),
+        (
+            [process(ALL, 2)],
+            torch.bfloat16,
+            {"model": {"lora_rank": 2}, "schedule": {"preset": "oppo", "overcommit": 0}},
+        ),
+        pytest.param(
+            [process("learner+reference", 4, learner={"fsdp": 2, "tp": 2})],
+            torch.bfloat16,
+            {"model": {"lora_rank": 2}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [process("learner", 2, learner={"tp": 2})],
             torch.bfloat16,
@@ -263,6 +283,35 @@ def test_roles_over_ranks_work_as_one_process(
     assert not processes()
 
 
+def test_a_critic_without_a_copy_has_the_learners_version_alone(tiny_folder: Path) -> None:
+    """It is the learner's. As its shards are gathered, it does not stream, and says so once."""
+    roles = ("learner", "generator", "reference", "critic")
+    processes = [{"roles": roles, "fsdp": 2}]
+    config = settings(
+        tiny_folder, runtime="local", schedule={"preset": "oppo"}, cluster={"processes": processes}
+    )
+    said = list[str]()
+    with ExitStack() as stack:
+        run = start(config, stack, said.append)
+        assert sum("'critic' scores rollouts whole, at their end" in line for line in said) == 1
+        assert not any("'reference' scores" in line for line in said)  # it has slices
+        scorer, refs = run.workers.executors["critic"], run.workers.ready.refs
+        newer = run.learner.ask(LearnerService.publish).value["critic"]
+        assert scorer.ask(FollowerService.load, newer).value.moved == 0
+        with raises(EngineError, "version-not-kept", "version 0 of the critic", "holds [1]"):
+            scorer.ask(FollowerService.load, refs["critic"])
+        with raises(EngineError, "other-weights", "the learner's critic"):
+            scorer.ask(FollowerService.load, replace(newer, fingerprint="other"))
+
+
+def test_a_critic_that_cannot_be_sliced_needs_the_learners_shards(tiny_folder: Path) -> None:
+    """Three slices do not divide four heads, and the generator is in another process."""
+    processes = [{"roles": ("learner", "critic"), "fsdp": 3}]
+    config = settings(tiny_folder, runtime="local", cluster={"processes": processes})
+    with ExitStack() as stack, raises(ModelError, "tp-divides", "schedule.lag = 0", "4 attention"):
+        start(config, stack, lambda _: None)
+
+
 def assert_same_but_for_rounding(start: Path, here: RunDirectory, there: RunDirectory) -> None:
     """The same responses, and metrics and weights that differ little for what was learned."""
     assert {(r.id, r.tokens) for r in here.read_rollouts()} == {
@@ -323,9 +372,10 @@ def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
     assert_same(whole, offloaded)
     spans = json.loads((offloaded.path / "trace.json").read_text())
     swaps = [span["args"] for span in spans if span["name"] == "swap"]
-    assert {swap["owner"] for swap in swaps} == {"learner", "reference", "critic"}
+    copied = {"critic"} if 1 in ranks.values() else set()  # otherwise the learner's is used
+    assert {swap["owner"] for swap in swaps} == {"learner", "reference", *copied}
     ways = {(swap["owner"], swap["direction"]) for swap in swaps}
-    assert ("critic", "out") in ways  # which changes
+    assert ("learner", "out") in ways  # which changes
     assert ("reference", "out") not in ways
     assert not processes()
 

@@ -20,12 +20,13 @@ from stretto.errors import RankError
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.runtime import learner_service as learners
-from stretto.runtime import process_messages, role_services
+from stretto.runtime import process_messages, scorer_roles
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import places
-from stretto.runtime.process_messages import ADAPTED, RoleSetup
+from stretto.runtime.process_messages import TRAINED, RoleSetup
 from stretto.runtime.processes import ProcessWorkers
 from stretto.runtime.role_services import ScorerService
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import WeightsRef
 
 
@@ -188,12 +189,13 @@ def test_beside_a_learner_of_adapters_the_reference_is_its_actor_without_them(
     config = Config.model_validate({"model": model, "threads": 1})
     device = torch.device("cpu")
     actor = add_lora(load_causal_lm(tiny_folder, torch.float32, device), config.model, "CAUSAL_LM")
-    setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"], offload=True, shared={ADAPTED: actor})
-    service = role_services.reference(setup)
+    shared = {TRAINED: {"actor": TrainedModel(actor, LearningRate(1.0, 1), config.training)}}
+    setup = RoleSetup(config, NO_OVERRIDES, 1, ["cpu"], offload=True, shared=shared)
+    service = scorer_roles.reference(setup)
     held = {p.data_ptr() for p in actor.parameters() if not p.requires_grad}
     assert {p.data_ptr() for p in service.worker.model.parameters()} == held
     assert service.offloaded is None  # they are the learner's, too
-    alone = role_services.reference(replace(setup, shared={}))
+    alone = scorer_roles.reference(replace(setup, shared={}))
     assert not held & {p.data_ptr() for p in alone.worker.model.parameters()}
     assert alone.offloaded is not None
     assert alone._marks == service._marks

@@ -20,11 +20,13 @@ from learner_helpers import SHAPES, algorithm_settings, make_batch
 from rounding import GRADIENT_TERMS, rounding
 from sharded_workers import UPDATES, ShardedRank, first_gradients, models, scored, scorers_of
 from stretto.config.algorithm import ALGORITHMS
+from stretto.models.lora import starting_policy
 from stretto.schedules.rollout import train_batch
+from stretto.scoring.model_scorers import critic_scorer, reference_scorer
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.training.shard_files import in_memory
-from stretto.types import FinishReason, TrainBatch
+from stretto.types import FinishReason, Response, Score, TrainBatch
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec
 
@@ -424,24 +426,67 @@ def test_all_ranks_refuse_an_infinite_gradient_and_keep_their_weights(two: RankG
     assert two.call(ShardedRank.weights)[0][1] == marks
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("budget", [16, 4096])
+def responses_of(count: int) -> list[Response]:
+    rollouts = make_rollouts(*models("plain"), [(3, 2 + i) for i in range(count)])
+    return [replace(r.response(), finish=FinishReason.STOP) for r in rollouts]
+
+
+def assert_same_scores(got: list[list[Score]], expected: list[list[Score]]) -> None:
+    for scores, wanted in zip(got, expected, strict=True):
+        for score, want in zip(scores, wanted, strict=True):
+            assert (score.rollout_id, score.failure) == (want.rollout_id, None)
+            np.testing.assert_allclose(score.values, want.values, rtol=LEARNED, atol=LEARNED)
+
+
+@pytest.mark.parametrize("layout", ["two", "three", "sliced", "both"])
+@pytest.mark.parametrize(("count", "budget"), [(1, 4096), (2, 4096), (7, 16), (7, 4096)])
 def test_ranks_share_the_passes_of_scorers_in_shards(
-    three: RankGroup, count: int, budget: int
+    layout: str, count: int, budget: int, request: pytest.FixtureRequest
 ) -> None:
     """Fewer responses than ranks, as many passes, and many more."""
-    lengths = [(3, 2 + i) for i in range(count)]
-    rollouts = make_rollouts(*models("plain"), lengths)
-    responses = [replace(r.response(), finish=FinishReason.STOP) for r in rollouts]
+    ranks: RankGroup = request.getfixturevalue(layout)
+    responses = responses_of(count)
     scorers = scorers_of(budget)
     expected = [scored(scorer, responses) for scorer in scorers]
     whole = sum(p.nbytes for scorer in scorers for p in scorer.model.parameters())
-    outcomes = three.call(ShardedRank.score, responses, budget)
-    assert sum(held for _, _, held in outcomes) == whole
+    outcomes = ranks.call(ShardedRank.score, responses, budget, count == 1)
+    if layout in ("two", "three"):
+        assert sum(held for _, _, held in outcomes) == whole
     for by_scorer, read, held in outcomes:
         assert read == sum(scorer.read_tokens for scorer in scorers)
-        assert held < 0.6 * whole  # three ranks, and matrices of few rows
-        for scores, wanted in zip(by_scorer, expected, strict=True):
-            for score, want in zip(scores, wanted, strict=True):
-                assert (score.rollout_id, score.failure) == (want.rollout_id, None)
-                np.testing.assert_allclose(score.values, want.values, rtol=LEARNED, atol=LEARNED)
+        assert held < 0.9 * whole  # matrices have few rows, and slices are of layers alone
+        assert_same_scores(by_scorer, expected)
+
+
+@pytest.mark.parametrize("layout", ["two", "three", "sliced", "both"])
+@pytest.mark.parametrize("kind", ["plain", "lora", "adapted lora"])
+def test_scorers_use_the_shards_of_the_learner(
+    layout: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """The critic after each update, and a reference that no update of the adapters changes."""
+    ranks: RankGroup = request.getfixturevalue(layout)
+    given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 60})
+    (batch,) = batches_of(given, 1)
+    whole = whole_learner(kind.split()[-1], given)
+    ranks.call(ShardedRank.make, kind.split()[-1], given)
+    actor, critic = (model.model for model in whole.trained.values())
+    if kind == "adapted lora":  # the adapters of the start are not those of a new model
+        ranks.call(ShardedRank.train, [batch])
+        whole.train(batch)
+    scorers = [critic_scorer(critic, 32)]
+    if kind != "plain":
+        start = starting_policy(actor) if kind == "adapted lora" else actor
+        scorers += [reference_scorer(start, 0.7, 32)]
+    start_kind = None if kind == "plain" else kind == "adapted lora"
+    more = ranks.call(ShardedRank.lend, 32, start_kind)
+    adapters = sum(p.nbytes for p in actor.parameters() if p.requires_grad)
+    slices = 2 if layout in ("sliced", "both") else 1
+    assert max(more) <= (adapters if kind == "adapted lora" else 0)
+    assert max(more) >= (adapters / slices if kind == "adapted lora" else 0)
+    for count in (1, 2, 7):
+        responses = responses_of(count)
+        expected = [scored(scorer, responses) for scorer in scorers]
+        for got in ranks.call(ShardedRank.score_by_lent, responses):
+            assert_same_scores(got, expected)
+        whole.train(batch)
+        ranks.call(ShardedRank.train, [batch])

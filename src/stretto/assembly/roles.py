@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import positions, unwrapped
+from stretto.models.layer_shards import GatheredPasses, Grid
 from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_tensors
 from stretto.models.resolve import adapter_base, resolve
@@ -43,9 +44,6 @@ from stretto.training.trained import LearningRate, Trained, TrainedModel
 from stretto.types import Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
 from stretto.workers.group import RankGroup
-
-if TYPE_CHECKING:
-    from stretto.training.sharded import Grid
 
 MEMORY_SHARE = 0.15
 """Share of the free memory for the KV cache of one scorer."""
@@ -175,10 +173,18 @@ class RoleFactory:
             engine.load(ref)
         return engine
 
-    def scorer_slots(self, model: nn.Module) -> int:
+    def scorer_slots(
+        self, model: nn.Module, name: str = "", gathered: GatheredPasses | None = None
+    ) -> int:
         """Return how many rollouts fit in a scorer's share of memory, 0 without streaming."""
         config = self.config
         if not config.schedule.knobs.streams:
+            return 0
+        if gathered:
+            self._say(
+                f"'{name}' scores rollouts whole, at their end: the ranks that hold its shards "
+                "must run all passes together"
+            )
             return 0
         device = next(model.parameters()).device
         budget = int(MEMORY_SHARE * backend_of(device).free_bytes())
@@ -249,6 +255,7 @@ class RoleFactory:
         *,
         slots: int = 0,
         ends: frozenset[int] = frozenset(),
+        gathered: GatheredPasses | None = None,
     ) -> RewardModelScorer:
         """Build a reward model's scorer, which streams ``slots`` rollouts. Passed-in responses end
         with ``ends``. Raises ModelError without a scalar head.
@@ -263,6 +270,7 @@ class RoleFactory:
             slots=slots,
             given_ends=ends,
             episodes=bool(self.config.environment.sources),
+            gathered=gathered,
             say=self._say,
         )
 
@@ -313,22 +321,20 @@ class RoleFactory:
         reference: nn.Module | None,
         critic: nn.Module | None,
         channel: WeightChannel | None,
-        *,
-        streams: bool = True,
+        gathered: GatheredPasses | None = None,
     ) -> list[ModelScorer]:
         """Build the scorers of reference and critic. The channel delivers weights to the critic.
-        ``streams``: whether the reference may.
+        ``gathered`` runs the passes of a model in shards.
         """
-        budget = self._budget
-        say = self._say
+        options: dict[str, Any] = {"say": self._say, "gathered": gathered}
         scorers = list[ModelScorer]()
         if reference is not None:
-            slots = self.scorer_slots(reference) if streams else 0
+            options["slots"] = self.scorer_slots(reference, "reference", gathered)
             temperature = self.config.rollout.temperature
-            scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
+            scorers.append(reference_scorer(reference, temperature, self._budget, **options))
         if critic is not None:
-            slots = self.scorer_slots(critic)
-            scorers.append(critic_scorer(critic, budget, slots=slots, say=say, channel=channel))
+            options["slots"] = self.scorer_slots(critic, "critic", gathered)
+            scorers.append(critic_scorer(critic, self._budget, channel=channel, **options))
         return scorers
 
     def make_learner(

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
+from stretto.bounds import ceil_div
+from stretto.layout import Layout
+from stretto.models.backend import backend_of
 from stretto.models.forward import decoder_layers
 from stretto.models.mapped import final, final_dtype
+from stretto.models.shards import FullParameter, index, shape
+from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
 
 T = TypeVar("T")
 
@@ -36,7 +48,20 @@ class Root(nn.Module):
         return result
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def divide(model: nn.Module, cuts: Cuts, grid: Grid, on_host: bool = False) -> Root:
+    """Cut a model into slices and shard these, in place and layer by layer. Frozen shards may stay
+    ``on_host``. Return the module whose passes gather them.
+    """
+    root, dtype = Root(model), final_dtype(next(model.parameters()))
+    names = {id(module): f"{name}." for name, module in model.named_modules()}
+    for module in (*decoder_layers(model), root):
+        if grid.slices:
+            cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
+        _shard(module, grid.mesh, dtype, on_host)
+    return root
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, on_host: bool) -> None:
     """Keep this rank's rows of a module's parameters, except those already sharded. Passes compute
     in ``dtype``. Parameters that are not of it stay undivided. Trained ones are kept in float32.
     """
@@ -49,7 +74,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     narrow = dtype if dtype != wide else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
-    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=unsharded)
+    pinned = backend_of(torch.device(mesh.device_type)).pinned
+    place = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
+    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=unsharded)
 
     def converted(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor) or id(tensor) in before:
@@ -60,33 +87,104 @@ def shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     module._apply(converted)  # like module.to(), tensor by tensor
 
 
-class FrozenShards:
-    """A frozen model, sharded in place over all ranks. Passes are collectives, so all ranks must
-    run equally many.
+class Grid:
+    """All ranks of the default group, as an fsdp x tp grid. Ranks of one slice are tp apart.
+    ``row`` is this rank's number among its slice's ranks. These are ``rows``, share the passes, and
+    form FSDP's ``mesh``. ``slices`` connects ranks with one slice each, and is ``None`` if nothing
+    is cut.
     """
 
-    def __init__(self, model: nn.Module, device_type: str) -> None:
-        self.ranks = dist.get_world_size()
-        self._rank = dist.get_rank()
-        self._root = Root(model.requires_grad_(False))
-        dtype = final_dtype(next(model.parameters()))
-        mesh = init_device_mesh(device_type, (self.ranks,))
-        for module in (*decoder_layers(model), self._root):
-            shard(module, mesh, dtype)
+    def __init__(self, device: str, layout: Layout) -> None:
+        self.layout, self.rank = layout, dist.get_rank()
+        self.row = self.rank // layout.tp
+        both = init_device_mesh(device, (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
+        self.mesh = both["fsdp"]
+        self.rows = both.get_group("fsdp")
+        self.slices = Slices(both.get_group("tp")) if layout.tp > 1 else None
+        self._beside = dist.new_group(backend="gloo")
+
+    def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
+        """Return the full tensor on the first rank's CPU, otherwise ``None``. A collective."""
+        block = part.detach().cpu()
+        if self.rank:
+            if self.layout.first(whole, self.rank) is not None:
+                dist.send(block.contiguous(), 0, group=self._beside)
+            return None
+        tensor = torch.empty(whole.shape, dtype=block.dtype)
+        for rank in range(self.layout.ranks):
+            box = self.layout.first(whole, rank)
+            if box is None:
+                continue
+            if rank:
+                block = torch.empty(shape(box), dtype=tensor.dtype)
+                dist.recv(block, rank, group=self._beside)
+            tensor[index(box)] = block
+        return tensor
+
+    def share(self, items: Sequence[T]) -> list[T | None]:
+        by_row = self.shares(items)
+        row_items = by_row[self.row]
+        return [*row_items, *[None] * (len(by_row[0]) - len(row_items))]
+
+    def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Return the shares of all ranks of a slice. The last ones may be smaller."""
+        ranks = self.layout.fsdp
+        share = ceil_div(len(items), ranks)
+        return [items[row * share : (row + 1) * share] for row in range(ranks)]
+
+    @staticmethod
+    def sum_(tensor: Tensor) -> Tensor:
+        """Sum all ranks' tensors in place. A collective."""
+        dist.all_reduce(tensor)
+        return tensor
+
+
+class GatheredPasses:
+    """Passes without gradients of a model in shards. Each row of ranks runs its share of them. They
+    are collectives, so all rows must run equally many. ``replaced`` holds layers that have other
+    forward passes meanwhile.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        run: Callable[[Callable[[], Any]], Any],
+        replaced: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self.grid = grid
+        self.device = torch.device(grid.mesh.device_type)
+        self._run = run
+        self._replaced = replaced or nullcontext()
 
     @torch.no_grad()
     def compute(self, work: Callable[[], T]) -> T:
         """Run passes with gathered weights."""
-        return self._root.run(work)
+        with self._replaced:
+            result: T = self._run(work)
+        return result
 
     def share(self, passes: Sequence[T]) -> list[T]:
-        """Return this rank's passes, as many as on all ranks: some ranks repeat the first one."""
-        own = list(passes[self._rank :: self.ranks])
-        repeats = len(passes[:: self.ranks]) - len(own)
+        """Return this row's passes, as many as of all rows: some rows repeat the first one."""
+        rows = self.grid.layout.fsdp
+        own = list(passes[self.grid.row :: rows])
+        repeats = len(passes[::rows]) - len(own)
         return [*own, *passes[:repeats]]
 
     def merged(self, results: Mapping[int, T]) -> dict[int, T]:
-        """Return the results of all ranks. A collective."""
-        by_rank: list[Any] = [None] * self.ranks
-        dist.all_gather_object(by_rank, dict(results))
-        return {key: result for part in by_rank for key, result in part.items()}
+        """Return the results of all rows. A collective."""
+        by_row: list[Any] = [None] * self.grid.layout.fsdp
+        dist.all_gather_object(by_row, dict(results), group=self.grid.rows)
+        return {key: result for part in by_row for key, result in part.items()}
+
+
+def computed(gathered: GatheredPasses | None, work: Callable[[], T]) -> T:
+    """Run passes of a model, with gathered weights if it is in shards."""
+    return gathered.compute(work) if gathered else work()
+
+
+def frozen_shards(model: nn.Module, grid: Grid, *, on_host: bool = False) -> GatheredPasses:
+    """Freeze a model and divide it in place. Shards ``on_host`` are copied to the device layer by
+    layer, as they are gathered.
+    """
+    cuts = plan_cuts(model, grid.layout.tp)
+    return GatheredPasses(grid, divide(model.requires_grad_(False), cuts, grid, on_host).run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
@@ -115,6 +117,43 @@ def merge_lora(wrapped: Any, trained: frozenset[str]) -> None:
     """Merge adapters into the wrapped model and restore which of its parameters are trained."""
     for name, parameter in wrapped.merge_and_unload().named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+class ReferenceAdapters(ReplacedForwards):
+    """A model's adapted layers. While entered, they compute as in the reference: without adapters,
+    or, if it ``starts_adapted``, with full copies of the adapters that the model has now. Making
+    copies of shards is a collective.
+    """
+
+    def __init__(self, model: nn.Module, *, starts_adapted: bool) -> None:
+        self.layers: list[Any] = [m for m in model.modules() if hasattr(m, "base_layer")]
+        self._forwards = [_reference_forward(layer, starts_adapted) for layer in self.layers]
+
+    def forwards(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        return self._forwards
+
+
+def trains_layers_alone(model: nn.Module) -> bool:
+    """Whether adapters of layers are all that a model trains. Saved ones may have full copies of
+    some modules, too.
+    """
+    adapted = [module for module in model.modules() if hasattr(module, "base_layer")]
+    inside = {id(p) for layer in adapted for p in layer.parameters()}
+    return all(id(p) in inside for p in model.parameters() if p.requires_grad)
+
+
+@torch.no_grad()
+def _reference_forward(layer: Any, starts_adapted: bool) -> Callable[..., Tensor]:
+    base: nn.Module = layer.get_base_layer()
+    if not starts_adapted:
+        return base.__call__
+    copies: dict[int, Any] = {id(base): base}  # which is shared
+    for name, p in layer.named_parameters():
+        if not name.startswith("base_layer."):
+            full = p.full_tensor() if isinstance(p, DTensor) else p
+            copies[id(p)] = nn.Parameter(full.clone(), requires_grad=False)
+    frozen: nn.Module = copy.deepcopy(layer, copies)
+    return frozen.__call__
 
 
 class FusedAdapters(ReplacedForwards):

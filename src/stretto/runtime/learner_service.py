@@ -24,12 +24,12 @@ from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.load import save_model
 from stretto.models.offload import OffloadedTensors
-from stretto.runtime.process_messages import ADAPTED, SENDER, Offer, Ready, RoleSetup, frozen_mark
+from stretto.runtime.process_messages import SENDER, TRAINED, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.state import claim_of, copied, fit, size_of
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
-from stretto.training.sharded import Grid, ShardedModel
+from stretto.training.sharded import ShardedModel
 from stretto.training.trained import TrainedModel
 from stretto.types import (
     FloatArray,
@@ -216,6 +216,7 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     setup.prepare()
     _grow_segments(setup)
     device, ranks = pick_device(setup.config.model.device), dist.get_world_size()
+    grid = setup.grid(setup.config.cluster.learner_layout) if ranks > 1 else None
     setup = setup.for_loading()
     config, overrides = setup.config, setup.overrides
     stack, notes = ExitStack(), list[str]()
@@ -244,10 +245,9 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
         channel=sender,
         threads=setup.threads or torch.get_num_threads(),
         lends=setup.shares_weights,
-        grid=Grid(device.type, config.cluster.learner_layout) if ranks > 1 else None,
+        grid=grid,
     )
-    if ranks == 1 and config.model.lora_rank and not config.pipeline.ranks:
-        setup.shared[ADAPTED] = models.actor
+    setup.shared[TRAINED] = learner_role.trained
     for name, model in learner_role.trained.items():
         if isinstance(model, ShardedModel):
             sender.divide(name, model.trained_wholes, config.cluster.learner_layout)

@@ -15,15 +15,16 @@ from stretto.assembly.run_models import Overrides, prepare_torch
 from stretto.config import Config
 from stretto.layout import Layout
 from stretto.models.backend import pick_device, pick_dtype
+from stretto.models.layer_shards import Grid
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
 SENDER = "sender"
-ADAPTED = "adapted"
+TRAINED = "trained"
 COPY_STREAM = "copy stream"
-"""Keys of ``RoleSetup.shared``: the learner's sender of weights, its actor if only adapters are
-trained, and the stream that copies offloaded tensors."""
+"""Keys of ``RoleSetup.shared``: the learner's sender of weights, its models by name, and the stream
+that copies offloaded tensors."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Shape of the probe. Each sequence gives log-probs of all tokens but the first, 64 in total."""
@@ -83,6 +84,14 @@ class RoleSetup:
             overrides=replace(self.overrides, in_files=not config.warmup_examples),
             devices=["cpu"] * len(self.devices),
         )
+
+    def grid(self, layout: Layout) -> Grid:
+        """Return the ranks as a grid. Roles of the same layout share its groups. A collective."""
+        key = f"grid {layout}"
+        if key not in self.shared:
+            self.shared[key] = Grid(pick_device(self.config.model.device).type, layout)
+        grid: Grid = self.shared[key]
+        return grid
 
     def give_back(self) -> None:
         if self.shares_gpus:

@@ -27,7 +27,7 @@ from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
 from stretto.protocols import Clock
 from stretto.rollout.engine_registry import engine_of
-from stretto.runtime import learner_service, role_services
+from stretto.runtime import learner_service, role_services, scorer_roles
 from stretto.runtime.placement import (
     ProcessPlacement,
     RolePlacement,
@@ -251,11 +251,11 @@ class ProcessWorkers:
             case "":
                 return role_services.generator, (setup, placed.role, probe_of(self._first))
             case "reference":
-                return role_services.reference, (setup,)
+                return scorer_roles.reference, (setup,)
             case "critic":
-                return role_services.critic, (setup,)
+                return scorer_roles.critic, (setup,)
             case source:
-                return role_services.reward_model, (setup, source, self._first)
+                return scorer_roles.reward_model, (setup, source, self._first)
 
     def _compare(self, ranks: Sequence[str], facts: Sequence[Facts]) -> None:
         """Compare these ranks with the ranks of all processes that have joined their groups."""

@@ -15,35 +15,19 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.parts import open_prompts, warmed_up
-from stretto.assembly.roles import RoleFactory, load_reward
-from stretto.assembly.run_models import (
-    made_ready,
-    make_actor,
-    make_critic,
-    starts_adapted,
-    with_adapters,
-)
-from stretto.config.sections import reward_source
-from stretto.errors import EngineError, ModelError
+from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import make_actor, with_adapters
+from stretto.errors import EngineError
 from stretto.layout import Layout
 from stretto.models.backend import pick_device
-from stretto.models.lora import starting_policy, trained_names
+from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
 from stretto.models.shards import FullParameter
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
-from stretto.models.weights import fingerprint
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
-from stretto.runtime.process_messages import (
-    ADAPTED,
-    SENDER,
-    Loaded,
-    MoveRates,
-    Ready,
-    RoleSetup,
-    frozen_mark,
-)
+from stretto.runtime.process_messages import SENDER, Loaded, MoveRates, Ready, RoleSetup
 from stretto.saying import silent
 from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.streaming import CodeScorer
@@ -55,7 +39,6 @@ from stretto.types import (
     Hold,
     IntArray,
     KVTransfer,
-    Prompt,
     Reply,
     Response,
     Score,
@@ -310,71 +293,6 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
     return GeneratorService(engine, receiver, KVStore(name, device, setup.rank), probe)
 
 
-def reference(setup: RoleSetup) -> ScorerService:
-    """Make the reference's service. It scores with the initial actor, or, if a learner in the same
-    process trains adapters, with its actor without them.
-    """
-    setup.prepare()
-    config = setup.config
-    overrides = setup.overrides
-    notes = list[str]()
-    model, adapted = overrides.reference, setup.shared.get(ADAPTED)
-    if model is None and adapted is not None:
-        model = adapted
-    elif model is not None:
-        model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
-    else:
-        model, _ = loaded_actor(setup)
-    # Adapters start at random, so with them only the frozen weights are compared.
-    all_trainable = all(p.requires_grad for p in model.parameters())
-    marks = frozen_mark(model), fingerprint(model.named_parameters()) if all_trainable else ""
-    owns_model = model is not adapted
-    if overrides.reference is None and starts_adapted(config.model, overrides.actor):
-        model = starting_policy(model)
-    shards = not _is_cut(model, setup, "reference", notes)
-    factory = RoleFactory(config, notes.append)
-    (scorer,) = factory.model_scorers(model, None, None, streams=not shards)
-    if shards:
-        scorer.shard(pick_device(config.model.device).type)
-    in_turns = owns_model and not shards
-    offloaded = setup.offloaded("reference", scorer.model.parameters) if in_turns else None
-    return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
-
-
-def critic(setup: RoleSetup) -> ScorerService:
-    """Make the service of the critic as a scorer in its process."""
-    setup.prepare()
-    config, notes = setup.config, list[str]()
-    model = _critic(setup.for_loading())
-    receiver = follow(model, setup)
-    (scorer,) = RoleFactory(config, notes.append).model_scorers(None, model, receiver)
-    offloaded = setup.offloaded("critic", model.parameters)
-    give_back = setup.give_back
-    return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
-
-
-def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
-    """Make the service of a reward model in its process, and check it on these prompts."""
-    setup.prepare()
-    config = setup.config
-    overrides = setup.overrides
-    notes = list[str]()
-    loading_setup = setup.for_loading()
-    tokenizer = open_prompts(config, overrides, silent).tokenizer
-    model = (config if source in overrides.reward_models else loading_setup.config).model
-    loaded = load_reward(reward_source(source), model, loading_setup.overrides, notes.append)
-    assert loaded is not None
-    shards = not _is_cut(loaded[0], setup, source, notes)
-    factory = RoleFactory(config, notes.append)
-    slots = 0 if shards else factory.scorer_slots(loaded[0])
-    scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots)
-    factory.check_rewards([scorer], prompts)
-    if shards:
-        scorer.shard(pick_device(config.model.device).type)
-    offloaded = None if shards else setup.offloaded(source, scorer.model.parameters)
-    return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
-
-
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
     """Make a receiver of the unsharded trained weights of a model like this one."""
     theirs = setup.config.cluster.learner_layout
@@ -414,22 +332,6 @@ def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:
     return {name: parameter for name, parameter in wholes.items() if name in trained}
 
 
-def _is_cut(model: nn.Module, setup: RoleSetup, name: str, notes: list[str]) -> bool:
-    """Cut a frozen model into slices if there are several ranks, unless they do not divide it."""
-    try:
-        cut(model, setup)
-    except ModelError as error:
-        if error.code not in ("tp-divides", "no-tp-plan"):
-            raise
-        reason = str(error).partition("; ")[0]
-        notes.append(
-            f"'{name}' is sharded over {dist.get_world_size()} ranks, and scores responses at "
-            f"their end, because it cannot be sliced: {reason}"
-        )
-        return False
-    return True
-
-
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
     """Shard a model in place, on the setup's device, if there are several ranks."""
     ranks = len(setup.ranks)
@@ -442,21 +344,12 @@ def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
 def loaded_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the initial actor, with its adapters if it has any."""
     setup = setup.for_loading()
-    model, prompts = _starting_actor(setup)
+    model, prompts = starting_actor(setup)
     m, seed = setup.config.model, setup.config.seed
     return with_adapters(model, m, seed, "CAUSAL_LM", None), prompts
 
 
-def _critic(setup: RoleSetup) -> nn.Module:
-    config, overrides = setup.config, setup.overrides
-    actor, prompts = _starting_actor(setup)
-    tokenizer, m = prompts.tokenizer, config.model
-    rewards = RoleFactory(config, silent).critic_rewards(tokenizer, overrides)
-    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, silent)
-    return with_adapters(model, m, config.seed, "SEQ_CLS", None)
-
-
-def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
+def starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the initial actor without adapters. The critic may be made from it."""
     config, overrides = setup.config, setup.overrides
     prompts = open_prompts(config, overrides, silent)

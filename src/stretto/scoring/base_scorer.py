@@ -23,7 +23,7 @@ from stretto.bounds import ceil_div
 from stretto.errors import EngineError, ModelError, first_line, is_out_of_memory
 from stretto.models.cached import CachedPass, SlotCache, check_cache
 from stretto.models.forward import by_token_budget, following_frequencies, predicting
-from stretto.models.layer_shards import FrozenShards
+from stretto.models.layer_shards import GatheredPasses, computed
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
@@ -50,6 +50,7 @@ class ModelScorer(ResponseScorer):
         say: reports each reason not to stream, once.
         follows: the trained model whose weights it loads. Empty if frozen.
         channel: source of these weights. ``None`` if the learner trains the same module.
+        gathered: runs the passes of a model in shards, without slots.
 
     Attributes:
         read_tokens: tokens that went through the model so far, without padding.
@@ -68,6 +69,7 @@ class ModelScorer(ResponseScorer):
         say: Say = warn,
         follows: str = "",
         channel: WeightChannel | None = None,
+        gathered: GatheredPasses | None = None,
     ) -> None:
         super().__init__(name)
         self.kind = kind
@@ -79,17 +81,13 @@ class ModelScorer(ResponseScorer):
         self._channel = channel
         self._failures: dict[int, str] = {}
         self._said_full = False
-        self._shards: FrozenShards | None = None
+        self._gathered = gathered
         self._rows = self._open_rows(slots) if slots else None
-
-    def shard(self, device_type: str) -> None:
-        """Shard the model in place over all ranks, which then share the passes. It must be frozen,
-        and the scorer must have no slots.
-        """
-        self._shards = FrozenShards(self.model, device_type)
 
     @property
     def device(self) -> torch.device:
+        if self._gathered:  # its shards may be on the host
+            return self._gathered.device
         return next(self.model.parameters()).device
 
     @property
@@ -132,8 +130,8 @@ class ModelScorer(ResponseScorer):
         for part, scores in self._score(unstreamed):
             numbers |= {r.id: s for r, s in zip(part, scores, strict=True)}
         arrays = {i: tensor.float().cpu().numpy() for i, tensor in numbers.items()}
-        if self._shards:
-            arrays = self._shards.merged(arrays)
+        if self._gathered:
+            arrays = self._gathered.merged(arrays)
         nothing = np.empty(0, np.float32)
         outputs = [arrays.get(r.id, nothing) for r in responses]
         return [
@@ -146,6 +144,8 @@ class ModelScorer(ResponseScorer):
         if not self.follows:
             raise EngineError(f"scorer '{self.name}' is frozen: no weights", "scorer-frozen")
         tensors = fetched(self._channel, weights)
+        if self._gathered:  # the channel has compared the learner's shards with the ticket
+            return
         load_weights(self.model, weights, tensors, f"scorer '{self.name}'")
         if self._rows:
             self._rows.void()
@@ -203,13 +203,13 @@ class ModelScorer(ResponseScorer):
 
     def _passes(self, lengths: Sequence[int]) -> list[list[int]]:
         """Divide sequences into this rank's passes within the budget. Returns their indices."""
-        if self._shards is None:
+        if self._gathered is None:
             return by_token_budget(lengths, self._budget)
-        per_rank = ceil_div(sum(lengths), self._shards.ranks)  # so that all ranks have a pass
-        return self._shards.share(by_token_budget(lengths, min(self._budget, per_rank)))
+        per_row = ceil_div(sum(lengths), self._gathered.grid.layout.fsdp)  # so that all have a pass
+        return self._gathered.share(by_token_budget(lengths, min(self._budget, per_row)))
 
     def _compute(self, work: Callable[[], Tensor]) -> Tensor:
-        return self._shards.compute(work) if self._shards else work()
+        return computed(self._gathered, work)
 
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
         raise NotImplementedError

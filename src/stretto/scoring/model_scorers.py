@@ -27,6 +27,7 @@ from stretto.models.forward import (
     unwrapped,
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
+from stretto.models.layer_shards import GatheredPasses, computed
 from stretto.models.load import named_ends
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import with_own_structure
@@ -81,22 +82,27 @@ class TokenScorer(ModelScorer):
 
 
 def reference_scorer(
-    model: nn.Module, temperature: float, token_budget: int, **options: Any
+    model: nn.Module,
+    temperature: float,
+    token_budget: int,
+    gathered: GatheredPasses | None = None,
+    **options: Any,
 ) -> TokenScorer:
     """Return a scorer by the reference's log-probabilities, at the sampling temperature.
 
     A PEFT model is its own reference: the scorer runs its frozen weights in separate modules
     without adapters. Disabling the adapters instead would also disable their gradients for a
-    learner that may be at work in another thread.
+    learner that may be at work in another thread. Passes of shards replace the adapters themselves.
     """
-    if hasattr(model, "peft_config"):
+    if gathered is None and hasattr(model, "peft_config"):
         adapted: Any = with_own_structure(model)
         model = cast(nn.Module, adapted.unload())
-    head = head_reader(model)
+    head = computed(gathered, partial(head_reader, model))
 
     def read(hidden: Tensor, tokens: Tensor) -> Tensor:
         return token_logprobs(head(), hidden, tokens, temperature)[0]
 
+    options["gathered"] = gathered
     return TokenScorer(read, "reference", "logprobs", model, token_budget, **options)
 
 
@@ -118,9 +124,11 @@ def reads_last_token(model: nn.Module) -> bool:
     return bool(worst <= 0.02 * theirs.abs().max().item() + 1e-4)
 
 
-def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenScorer:
+def critic_scorer(
+    model: nn.Module, token_budget: int, gathered: GatheredPasses | None = None, **options: Any
+) -> TokenScorer:
     """Return a scorer by V(s_t), the value of the state before token t. It follows the critic."""
-    if not reads_last_token(model):
+    if not computed(gathered, partial(reads_last_token, model)):
         raise ModelError(
             f"a critic gives each token's state a value, from what came before it alone; "
             f"{type(unwrapped(model)).__name__} is no causal model with a linear head. Choose "
@@ -131,7 +139,8 @@ def critic_scorer(model: nn.Module, token_budget: int, **options: Any) -> TokenS
     def read(hidden: Tensor, _: Tensor) -> Tensor:
         return apply_scalar_head(model, hidden)
 
-    return TokenScorer(read, "critic", "values", model, token_budget, follows="critic", **options)
+    options |= {"follows": "critic", "gathered": gathered}
+    return TokenScorer(read, "critic", "values", model, token_budget, **options)
 
 
 class RewardModelScorer(ModelScorer):
@@ -163,19 +172,23 @@ class RewardModelScorer(ModelScorer):
         given_ends: frozenset[int] = frozenset(),
         episodes: bool = False,
         slots: int = 0,
+        gathered: GatheredPasses | None = None,
         say: Say = warn,
     ) -> None:
         self._episodes = episodes
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
         self.reads_text = not self.same_tokenizer
         self.rolled_back_tokens = 0
-        self._causal, self._positions = reads_last_token(model), positions(model)
+        self._causal = computed(gathered, partial(reads_last_token, model))
+        self._positions = positions(model)
         ends = frozenset[int]()
         if self._causal and tokenizer.eos_token_id is not None:
             ends = named_ends(text_config(model), tokenizer)
         self._reading = ConversationReader(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
-        super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
+        super().__init__(
+            name, "reward", model, token_budget, slots=slots, gathered=gathered, say=say
+        )
 
     def _open_rows(self, slots: int) -> StreamedRows | None:
         why = "its tokenizer does not say where in the text its tokens are"

@@ -26,23 +26,20 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.algorithms.reductions import Metrics
-from stretto.bounds import ceil_div
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
-from stretto.layout import Layout
 from stretto.models.backend import backend_of
-from stretto.models.forward import by_token_budget, decoder_layers, head_reader, unwrapped
-from stretto.models.layer_shards import Root, shard
+from stretto.models.forward import by_token_budget, head_reader, unwrapped
+from stretto.models.layer_shards import Grid, divide
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import FullParameter, TensorShard, index, shape
-from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
+from stretto.models.shards import FullParameter, TensorShard, index
+from stretto.models.tensor_parallel import Slices, full_parameters, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.losses import Losses, MicroBatch
@@ -90,7 +87,6 @@ class ShardedModel(TrainedModel):
     ) -> None:
         self.grid = grid
         self._lends = lends
-        self._root = Root(model)
         self._dtype = final_dtype(next(model.parameters()))
         self._head: Callable[[], OutputHead] | None = None
         if unwrapped(model).get_output_embeddings() is not None:
@@ -99,11 +95,7 @@ class ShardedModel(TrainedModel):
         cuts = plan_cuts(model, grid.layout.tp)
         self.wholes = full_parameters(model, cuts.dims)
         self._partial = cuts.partial  # weights whose gradients are sums over slices
-        names = {id(module): f"{name}." for name, module in model.named_modules()}
-        for module in (*decoder_layers(model), self._root):
-            if grid.slices:
-                cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
-            shard(module, grid.mesh, self._dtype)
+        self._root = divide(model, cuts, grid)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # gloo's averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
@@ -267,8 +259,16 @@ class ShardedModel(TrainedModel):
         return _local(self.parameters[name].detach())
 
     def fingerprint(self) -> str:
-        shards = {name: self.shard(name) for name in self.wholes}
-        return fingerprint_of_parts(self.wholes, shards, self._own, self.grid.sum_)
+        return self._fingerprint_of(self.wholes)
+
+    def frozen_fingerprint(self) -> str:
+        """Return the fingerprint of the weights that are not trained. A collective."""
+        frozen = self.wholes.keys() - set(self._names)
+        return self._fingerprint_of({n: p for n, p in self.wholes.items() if n in frozen})
+
+    def _fingerprint_of(self, wholes: Mapping[str, FullParameter]) -> str:
+        shards = {name: self.shard(name) for name in wholes}
+        return fingerprint_of_parts(wholes, shards, self._own, self.grid.sum_)
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
@@ -346,58 +346,6 @@ def _without_weights(model: nn.Module) -> nn.Module:
 
 def _local(tensor: Any) -> Tensor:
     return cast(Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-
-
-class Grid:
-    """All ranks of the default group, as an fsdp x tp grid. Ranks of one slice are tp apart.
-    ``row`` is this rank's number among its slice's ranks. These are ``rows``, share the passes, and
-    form FSDP's ``mesh``. ``slices`` connects ranks with one slice each, and is ``None`` if nothing
-    is cut.
-    """
-
-    def __init__(self, device: str, layout: Layout) -> None:
-        self.layout, self.rank = layout, dist.get_rank()
-        self.row = self.rank // layout.tp
-        both = init_device_mesh(device, (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
-        self.mesh = both["fsdp"]
-        self.rows = both.get_group("fsdp")
-        self.slices = Slices(both.get_group("tp")) if layout.tp > 1 else None
-        self._beside = dist.new_group(backend="gloo")
-
-    def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
-        """Return the full tensor on the first rank's CPU, otherwise ``None``. A collective."""
-        block = part.detach().cpu()
-        if self.rank:
-            if self.layout.first(whole, self.rank) is not None:
-                dist.send(block.contiguous(), 0, group=self._beside)
-            return None
-        tensor = torch.empty(whole.shape, dtype=block.dtype)
-        for rank in range(self.layout.ranks):
-            box = self.layout.first(whole, rank)
-            if box is None:
-                continue
-            if rank:
-                block = torch.empty(shape(box), dtype=tensor.dtype)
-                dist.recv(block, rank, group=self._beside)
-            tensor[index(box)] = block
-        return tensor
-
-    def share(self, items: Sequence[T]) -> list[T | None]:
-        by_row = self.shares(items)
-        row_items = by_row[self.row]
-        return [*row_items, *[None] * (len(by_row[0]) - len(row_items))]
-
-    def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """Return the shares of all ranks of a slice. The last ones may be smaller."""
-        ranks = self.layout.fsdp
-        share = ceil_div(len(items), ranks)
-        return [items[row * share : (row + 1) * share] for row in range(ranks)]
-
-    @staticmethod
-    def sum_(tensor: Tensor) -> Tensor:
-        """Sum all ranks' tensors in place. A collective."""
-        dist.all_reduce(tensor)
-        return tensor
 
 
 class ShardedBackprop(LocalBackprop):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from stretto.errors import EngineError
 from stretto.models.backend import backend_of
+from stretto.models.weights import require_fingerprint
 from stretto.types import WeightsRef
 
 
@@ -70,3 +71,19 @@ class SharedChannel:
 
     def _keep(self, model: str, versions: Mapping[int, Mapping[str, Tensor]]) -> None:
         self._offered[model] = dict(versions)  # replaced, as a thread may be reading it
+
+
+class OwnWeights:
+    """The channel of a follower that computes with the learner's own weights, in all of its ranks.
+    It brings no tensors, but compares the weights with the ticket. A collective.
+    """
+
+    def __init__(self, sender: SharedChannel, fingerprint: Callable[[], str]) -> None:
+        self.name = sender.name
+        self._sender = sender
+        self._fingerprint = fingerprint
+
+    def get(self, ref: WeightsRef) -> Mapping[str, Any]:
+        self._sender.kept(ref)  # raises for another version than the learner's
+        require_fingerprint(ref, self._fingerprint(), f"the learner's {ref.model}")
+        return {}

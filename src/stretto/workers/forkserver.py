@@ -36,7 +36,7 @@ PRELOADED = (
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
     "stretto.runtime.learner_service",
-    "stretto.runtime.role_services",
+    "stretto.runtime.scorer_roles",
 )
 """Modules that the server imports. Names, because some of them are in higher layers."""
 

@@ -1,0 +1,172 @@
+"""Services of model scorers in other processes, with weights of their own or the learner's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from stretto.assembly.parts import open_prompts
+from stretto.assembly.roles import RoleFactory, load_reward
+from stretto.assembly.run_models import made_ready, make_critic, starts_adapted, with_adapters
+from stretto.config.sections import reward_source
+from stretto.errors import ModelError
+from stretto.layout import Layout
+from stretto.models.layer_shards import GatheredPasses, frozen_shards
+from stretto.models.lora import ReferenceAdapters, starting_policy, trains_layers_alone
+from stretto.models.weights import fingerprint
+from stretto.runtime.process_messages import SENDER, TRAINED, RoleSetup, frozen_mark
+from stretto.runtime.role_services import ScorerService, cut, follow, loaded_actor, starting_actor
+from stretto.saying import silent
+from stretto.training.sharded import ShardedModel
+from stretto.training.trained import TrainedModel
+from stretto.types import Prompt
+from stretto.weights.channel import OwnWeights
+
+UNCUTTABLE = ("tp-divides", "no-tp-plan")
+"""Codes of the errors of models that slices do not divide."""
+
+
+def reference(setup: RoleSetup) -> ScorerService:
+    """Make the reference's service. It scores with the initial actor, or, if a learner in the same
+    process trains adapters, with its actor without them.
+    """
+    setup.prepare()
+    config = setup.config
+    overrides = setup.overrides
+    notes = list[str]()
+    keeps_adapters = overrides.reference is None and starts_adapted(config.model, overrides.actor)
+    adapts = config.model.lora_rank and overrides.reference is None
+    actor = _learners(setup, "actor") if adapts else None
+    if isinstance(actor, ShardedModel):
+        if trains_layers_alone(actor.model):
+            return _reference_of(actor, setup, starts_adapted=keeps_adapters)
+        actor = None
+    if overrides.reference is not None:
+        model = made_ready(overrides.reference, config.model.device, "the reference")
+        model.requires_grad_(False)
+    elif actor is not None:
+        model = actor.model
+    else:
+        model, _ = loaded_actor(setup)
+    # Adapters start at random, so with them only the frozen weights are compared.
+    all_trainable = all(p.requires_grad for p in model.parameters())
+    marks = frozen_mark(model), fingerprint(model.named_parameters()) if all_trainable else ""
+    if keeps_adapters:
+        model = starting_policy(model)
+    gathered = _divided(model, setup, setup.layout, "reference", notes)
+    factory = RoleFactory(config, notes.append)
+    (scorer,) = factory.model_scorers(model, None, None, gathered)
+    moves = actor is None and gathered is None
+    offloaded = setup.offloaded("reference", scorer.model.parameters) if moves else None
+    return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
+
+
+def _reference_of(actor: ShardedModel, setup: RoleSetup, *, starts_adapted: bool) -> ScorerService:
+    """Make the service of a reference that shares the actor's shards, but for its adapters."""
+    notes = list[str]()
+    adapters = ReferenceAdapters(actor.model, starts_adapted=starts_adapted)
+    gathered = GatheredPasses(actor.grid, actor.compute, adapters)
+    factory = RoleFactory(setup.config, notes.append)
+    (scorer,) = factory.model_scorers(actor.model, None, None, gathered)
+    marks = actor.frozen_fingerprint(), ""
+    return ScorerService(scorer, notes, marks=marks, give_back=setup.give_back)
+
+
+def critic(setup: RoleSetup) -> ScorerService:
+    """Make the service of the critic as a scorer in its process. It is the learner's own, if that
+    is sharded over the same ranks and no follower lags.
+    """
+    setup.prepare()
+    config, notes = setup.config, list[str]()
+    factory = RoleFactory(config, notes.append)
+    trained = _learners(setup, "critic") if setup.shares_weights else None
+    if isinstance(trained, ShardedModel):
+        channel = OwnWeights(setup.shared[SENDER], trained.fingerprint)
+        gathered = GatheredPasses(trained.grid, trained.compute)
+        (scorer,) = factory.model_scorers(None, trained.model, channel, gathered)
+        return ScorerService(scorer, notes, give_back=setup.give_back)
+    if setup.layout and setup.layout.fsdp > 1:
+        raise _critic_in_slices(f"{setup.layout} has shards", "critic-in-shards")
+    model = _critic(setup.for_loading())
+    try:
+        receiver = follow(model, setup)
+    except ModelError as error:
+        if error.code not in UNCUTTABLE:
+            raise
+        raise _critic_in_slices(str(error).partition("; ")[0], error.code) from error
+    (scorer,) = factory.model_scorers(None, model, receiver)
+    offloaded = setup.offloaded("critic", model.parameters)
+    give_back = setup.give_back
+    return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
+
+
+def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
+    """Make the service of a reward model in its process, and check it on these prompts."""
+    setup.prepare()
+    config = setup.config
+    overrides = setup.overrides
+    notes = list[str]()
+    loading_setup = setup.for_loading()
+    tokenizer = open_prompts(config, overrides, silent).tokenizer
+    model = (config if source in overrides.reward_models else loading_setup.config).model
+    loaded = load_reward(reward_source(source), model, loading_setup.overrides, notes.append)
+    assert loaded is not None
+    gathered = _divided(loaded[0], setup, setup.layout, source, notes)
+    factory = RoleFactory(config, notes.append)
+    slots = factory.scorer_slots(loaded[0], source, gathered)
+    scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots, gathered=gathered)
+    factory.check_rewards([scorer], prompts)
+    offloaded = None if gathered else setup.offloaded(source, scorer.model.parameters)
+    return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
+
+
+def _divided(
+    model: nn.Module, setup: RoleSetup, layout: Layout | None, name: str, notes: list[str]
+) -> GatheredPasses | None:
+    """Divide a frozen model among the ranks, by a layout or, without one, into slices if possible,
+    else into shards. Return the passes of shards. They are offloaded by leaving them on the host.
+    """
+    if layout is None or layout.fsdp == 1:
+        try:
+            cut(model, setup)
+        except ModelError as error:
+            if layout or error.code not in UNCUTTABLE:
+                raise
+            reason = str(error).partition("; ")[0]
+            layout = Layout(fsdp=dist.get_world_size())
+            notes.append(
+                f"'{name}' is sharded over {layout.ranks} ranks, because it cannot be sliced: "
+                f"{reason}"
+            )
+        else:
+            return None
+    return frozen_shards(model, setup.grid(layout), on_host=setup.offload)
+
+
+def _learners(setup: RoleSetup, name: str) -> TrainedModel | None:
+    """Return a model of the learner in these ranks, if it has the scorer's layout."""
+    model = setup.shared.get(TRAINED, {}).get(name)
+    layout = model.grid.layout if isinstance(model, ShardedModel) else Layout()
+    fits = isinstance(model, TrainedModel) and setup.layout in (None, layout)
+    return model if fits else None
+
+
+def _critic_in_slices(reason: str, code: str) -> ModelError:
+    return ModelError(
+        "the critic as a scorer has slices of its own, because it may lag behind the learner's or "
+        f"has other ranks, and {reason}. Give it tp alone, with slices that divide its heads, or "
+        "place it and all generators in the learner's ranks with schedule.lag = 0: then it uses "
+        "the learner's shards",
+        code,
+    )
+
+
+def _critic(setup: RoleSetup) -> nn.Module:
+    config, overrides = setup.config, setup.overrides
+    actor, prompts = starting_actor(setup)
+    tokenizer, m = prompts.tokenizer, config.model
+    rewards = RoleFactory(config, silent).critic_rewards(tokenizer, overrides)
+    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, overrides, silent)
+    return with_adapters(model, m, config.seed, "SEQ_CLS", None)
