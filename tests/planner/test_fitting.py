@@ -97,7 +97,7 @@ def test_shards_and_slices_hold_their_parts() -> None:
     assert held["learner's states"] == round(16 * slices / 2) + round(16 * (slices + 8) / 2)
     assert held["communicators"] == 2 * COMMUNICATOR  # of its shards, and of its slices
     assert held["published weights"] == 0  # who follows reads the shards
-    assert held["critic's weights"] == 4 * (2 * LAYER / 4 + ROOT + 8)  # as it follows the learner
+    assert not held["critic's weights"]  # they are the learner's
     assert held["reference's weights"] == 4 * (2 * LAYER + ROOT) / 4  # four do not divide two heads
 
 
@@ -350,13 +350,40 @@ def test_scorers_that_heads_do_not_divide_are_counted_as_shards() -> None:
     """All their weights are divided, and two layers and the root gathered for a pass."""
     ranks = 3 * SHAPE.heads
     counted = DeviceMemory(width=2)
-    counted.put_inference("the reference's weights", SHAPE, ranks, 10, rests=True)  # in vain
+    counted.put_inference("the reference's weights", SHAPE, Layout(tp=ranks), 10)
     assert counted.held["the reference's weights"] == round(2 * SHAPE.parameters / ranks)
     gathered = 2 * (2 * SHAPE.layer_parameters + SHAPE.root_parameters)
     assert counted.work["scoring"]["gathered"] == gathered
     sliced = DeviceMemory(width=2)
-    sliced.put_inference("the reference's weights", SHAPE, 1, 10)
+    sliced.put_inference("the reference's weights", SHAPE, Layout(), 10)
     assert counted.work["scoring"]["activations"] == sliced.work["scoring"]["activations"]
+
+
+def test_scorers_in_shards_of_slices_hold_a_share_or_nothing() -> None:
+    """Two layers of a slice and the root are gathered, from the device, the host or the learner."""
+    layout, gathered = Layout(fsdp=3, tp=2), 2 * (2 * SHAPE.layer_parameters / 2 + ROOT)
+    counted = {name: DeviceMemory(width=2) for name in ("shards", "on the host", "learner's")}
+    counted["shards"].put_inference("weights", SHAPE, layout, 10)
+    counted["on the host"].put_inference("weights", SHAPE, layout, 10, rests=True)
+    counted["learner's"].put_inference("weights", SHAPE, layout, 10, reads="all")
+    held = [memory.held["weights"] for memory in counted.values()]
+    assert held == [round(2 * SHAPE.held(2) / 3), 0, 0]
+    assert {memory.work["scoring"]["gathered"] for memory in counted.values()} == {gathered}
+    of_one = counted["shards"]
+    of_one.put_inference("others", SHAPE, layout, 10)
+    assert of_one.work["scoring"]["gathered"] == gathered  # one after the other
+
+
+def test_references_of_adapters_in_the_learners_shards_take_nothing() -> None:
+    """Two ranks, 100 adapters: without a reference, only the gathered layers are fewer."""
+    loads = []
+    for roles in (["learner", "reference"], ["learner"]):
+        process = {"roles": roles, "fsdp": 2}
+        config = Config.model_validate({"runtime": "local", "cluster": {"processes": [process]}})
+        counted = RunMemory(config).loads(places(config, 8, 5), SHAPES, 2, Adapters(100, 0))
+        loads.append({load.device: load for load in counted}["cuda:0"])
+    assert loads[0].held == loads[1].held
+    assert loads[0].work["scoring"]["gathered"] == 2 * (2 * LAYER + ROOT)
 
 
 def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:

@@ -16,6 +16,7 @@ from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
 from stretto.config.cluster_config import LEARNER
 from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
+from stretto.layout import Layout
 from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
@@ -372,10 +373,10 @@ class RunMemory:
             elif model := shapes.get(seat.scorer or "actor"):
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")
                 seat_reads = reads if follows else ""
-                # Engines of one process share a copy. The reference is the actor without adapters.
+                # Engines of one process share a copy.
                 another = inline and generates and seat.role not in ("generator", "generator 0")
-                trains = copies and any(other.role == LEARNER for other in place.roles)
-                if another or (trains and seat.scorer == "reference" and holds.adapters):
+                borrows = self._borrows(seat, place, versions, adapted=holds.adapters is not None)
+                if another or borrows:
                     seat_reads = "all"
                 share = None
                 if generates and place.takes_share(c.rollout):
@@ -383,9 +384,9 @@ class RunMemory:
                 holds.put_inference(
                     f"{seat.role}'s weights",
                     model,
-                    len(seat.ranks),
+                    layout if borrows else seat.layout or Layout(tp=len(seat.ranks)),
                     c.rollout.prefill_tokens if generates else tokens,
-                    layout if follows and not inline else None,
+                    layout if follows and not (inline or borrows) else None,
                     rows=c.cached_rows if generates else None,
                     positions=c.longest,
                     logits=seat.scorer == "reference",
@@ -393,22 +394,30 @@ class RunMemory:
                     reads=seat_reads,
                     share=share,
                 )
-                if (
-                    generates
-                    and share is None
-                    and holds.adapters
-                    and self._fuses(seat, place.device)
-                ):
+                fuses = generates and share is None and self._fuses(seat, place.device)
+                if fuses and holds.adapters:
                     holds.put("fused adapters", holds.width * holds.adapter_parameters)
                 if generates and share is None and (draft := shapes.get("draft")):
                     holds.put_inference(
                         "speculative model's weights",
                         draft,
-                        1,
+                        Layout(),
                         c.rollout.prefill_tokens,
                         rows=c.rollout.speculative_rows,
                         positions=c.longest,
                     )
+
+    def _borrows(
+        self, seat: RolePlacement, place: ProcessPlacement, versions: int, *, adapted: bool
+    ) -> bool:
+        """Whether a scorer runs the learner's weights: a reference without their adapters, or the
+        critic if they are sharded and no follower lags.
+        """
+        layout = self.config.cluster.learner_layout
+        shares = layout.ranks > 1 and not versions if seat.scorer == "critic" else adapted
+        trains = any(other.role == LEARNER for other in place.roles)
+        fits = trains and seat.layout in (None, layout)
+        return fits and shares and seat.scorer in ("reference", "critic")
 
     def _fuses(self, seat: RolePlacement, device: str) -> bool:
         """Whether Stretto's engine there has copies of LoRA's adapters (models/lora.py)."""

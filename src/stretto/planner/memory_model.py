@@ -241,14 +241,14 @@ class DeviceMemory:
             critic = models[-1]
             if offload:
                 self.put("critic's masters", _masters(critic, layout), "scoring")
-            self.put("gathered", gathered_bytes(critic, layout, gradients=False), "scoring")
-            self._put_pass(layer_activation_bytes(critic, tokens, layout.tp), 0)
+            gathered = gathered_bytes(critic, layout, gradients=False)
+            self._put_pass(layer_activation_bytes(critic, tokens, layout.tp), 0, gathered)
 
     def put_inference(
         self,
         what: str,
         shape: Shape,
-        tensor: int,
+        layout: Layout,
         tokens: int,
         learner: Layout | None = None,
         *,
@@ -262,25 +262,24 @@ class DeviceMemory:
         """Count a generator, or a model that scores, whose weights tables call ``what``.
 
         Args:
+            layout: of one copy. A frozen model is sharded if its slices do not divide the heads.
             tokens: of a pass without gradients.
             learner: the learner that sends its weights; ``None`` for a frozen model.
             rows: responses decoded together, or ``None`` for a model that scores.
             positions: tokens of each response, prompt included.
             logits: a scoring model computes log-probs.
             rests: weights are on the device only in their phase: a scorer's are kept on the host, a
-                generator's are made for each step.
+                generator's are made for each step. Shards are gathered from the host.
             reads: weights of the learner in the same process that it uses without a copy.
             share: bytes that a generator reserves for everything but its buckets.
         """
         frozen = reads == "all" or (reads == "frozen" and self.adapters is not None)
-        weights = 0 if frozen else weight_bytes(shape, tensor, self.width)
-        if rows is None and learner is None and not shape.cuts_into(tensor):
-            weights = 0 if frozen else self.width * shape.parameters / tensor
-            self.put(
-                "gathered", gathered_bytes(shape, Layout(fsdp=tensor), gradients=False), "scoring"
-            )
-            tensor = 1  # its passes have full layers
-            rests = False  # FSDP keeps shards on the device
+        if rows is None and learner is None and not shape.cuts_into(layout.tp):
+            layout = Layout(fsdp=layout.ranks)
+        sharded = layout.fsdp > 1 or (frozen and layout.tp > 1)  # a learner's slices are, too
+        weights = weight_bytes(shape, layout.tp, self.width) / layout.fsdp
+        if frozen or (sharded and rests):
+            weights = 0.0
         if learner or reads == "frozen":
             weights += SINGLE * self.adapter_parameters
         if learner:
@@ -288,15 +287,16 @@ class DeviceMemory:
         if share is not None:
             self.put(SHARE, share, *(("generation", SYNC) if rests else ()))
             return
-        activations = layer_activation_bytes(shape, tokens, tensor) * self.width / HALF
+        activations = layer_activation_bytes(shape, tokens, layout.tp) * self.width / HALF
         activations += _dequantized_bytes(shape, self.width)
         if rows is None:
             self.put(what, weights, *(("scoring",) if rests else ()))
             size = logits_bytes(shape, tokens, gradients=False) if logits else 0
-            self._put_pass(activations, size)
+            gathered = gathered_bytes(shape, layout, gradients=False) if sharded else 0
+            self._put_pass(activations, size, gathered)
         else:
             self.put(what, weights, *(("generation", SYNC) if rests else ()))
-            cache = rows * row_bytes(shape, positions, tensor, self.width)
+            cache = rows * row_bytes(shape, positions, layout.tp, self.width)
             self.put(CACHE, cache, *(("generation",) if rests else ()))
             self.put("activations", activations, "generation")
 
@@ -323,10 +323,11 @@ class DeviceMemory:
             parts["gathered"] = round(gathered_bytes(stage, layout, gradients=gradients))
         return parts
 
-    def _put_pass(self, activations: float, logits: float) -> None:
+    def _put_pass(self, activations: float, logits: float, gathered: float) -> None:
         """Count a scoring pass. Of all scoring passes, the largest of each kind counts."""
-        for what, size in (("activations", round(activations)), ("logits", round(logits))):
-            more = size - self.scored[what]
+        sizes = {"activations": activations, "logits": logits, "gathered": gathered}
+        for what, size in sizes.items():
+            more = round(size) - self.scored[what]
             if more > 0:
                 self.scored[what] += more
                 self.work["scoring"][what] += more
@@ -393,8 +394,10 @@ def _devices(
     )
     tokens = layout.prefill_tokens
     generate = partial(on["generators"].put_inference, "weights", rests=colocated)
-    generate(models.actor, layout.generator.tp, tokens, learner, rows=rows, positions=length)
-    score = partial(on["scorers"].put_inference, "frozen", tensor=layout.scorer.tp, tokens=tokens)
+    slices = Layout(tp=layout.generator.tp)
+    generate(models.actor, slices, tokens, learner, rows=rows, positions=length)
+    slices = Layout(tp=layout.scorer.tp)
+    score = partial(on["scorers"].put_inference, "frozen", layout=slices, tokens=tokens)
     if models.reward:
         score(shape=models.reward, rests=layout.offload)
     if models.reference:
