@@ -133,20 +133,22 @@ def test_a_run_is_the_same_on_threads_and_on_processes(
 
 
 @pytest.mark.parametrize(
-    "preset",
+    ("preset", "process_"),
     [
-        "stretto",
-        pytest.param("oppo", marks=pytest.mark.slow),
-        pytest.param("rlhfuse", marks=pytest.mark.slow),
+        ("stretto", {"roles": ["learner"]}),
+        pytest.param("oppo", {"roles": ["learner"]}, marks=pytest.mark.slow),
+        pytest.param("rlhfuse", {"roles": ["learner"]}, marks=pytest.mark.slow),
+        ("oppo", {"roles": ["learner", "generator"], "ranks": 2}),
     ],
 )
 def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
-    tiny_folder: Path, tmp_path: Path, preset: str
+    tiny_folder: Path, tmp_path: Path, preset: str, process_: dict[str, Any]
 ) -> None:
     """Which responses end first depends on the machine; none is lost, and none trained twice."""
     config = settings(
         tiny_folder,
         runtime="local",
+        cluster={"processes": [process_]},
         steps=4,
         schedule={"preset": preset},
         rollout={"batch": 4, "max_new_tokens": 12, "engines": 2},
