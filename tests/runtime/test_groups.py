@@ -28,6 +28,7 @@ from helpers import check_trace_events
 from raising import raises
 from run_helpers import Killer, killed_by_ctrl_c, processes
 from stretto import runs
+from stretto.api.settings import check_resumable
 from stretto.assembly.run_models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster_config import ProcessConfig
@@ -267,14 +268,9 @@ def test_roles_over_ranks_work_as_one_process(
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=stored).save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text(
-        "def some(completions, **rest):\n"
-        "    return [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
-    )
     own = {
         "model": {"name": str(model), "dtype": "float32", **changes.get("model", {})},
-        "reward": {"sources": (f"{rewards}:some",), "missing_eos": "off"},
+        "reward": varied_reward(tmp_path),
     }
     rollout = {"batch": 4, "max_new_tokens": 6, **changes.get("rollout", {})}
     config = settings(model, **{**changes, **own, "rollout": rollout})
@@ -312,6 +308,16 @@ def test_a_critic_that_cannot_be_sliced_needs_the_learners_shards(tiny_folder: P
     config = settings(tiny_folder, runtime="local", cluster={"processes": processes})
     with ExitStack() as stack, raises(ModelError, "tp-divides", "schedule.lag = 0", "4 attention"):
         start(config, stack, lambda _: None)
+
+
+def varied_reward(folder: Path) -> dict[str, Any]:
+    """Return settings of a reward that differs between responses, so that there are gradients."""
+    file = folder / "rewards.py"
+    file.write_text(
+        "def some(completions, **rest):\n"
+        "    return [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
+    )
+    return {"sources": (f"{file}:some",), "missing_eos": "off"}
 
 
 def assert_same_but_for_rounding(start: Path, here: RunDirectory, there: RunDirectory) -> None:
@@ -455,6 +461,22 @@ def test_a_run_is_resumed_with_other_ranks(
     assert len(files) == before.ranks
     runs.train(over(after), run_dir=run, resume=True, progress=NoProgress())
     assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
+    assert_same_but_for_rounding(tiny_folder, whole, run)
+
+
+def test_a_run_is_resumed_with_other_engines(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two engines in the learner's ranks, and then one in a process with everything else."""
+    reward = varied_reward(tmp_path)
+    config = settings(tiny_folder, steps=4, reward=reward, observe={"checkpoint_every": 2})
+    whole = trained(config, tmp_path / "whole")
+    group = ClusterConfig(processes=(process("learner+generator", 2, generator={"dp": 2}),))
+    there = config.changed_in("rollout", engines=2)
+    there = there.model_copy(update={"runtime": "local", "cluster": group})
+    run = RunDirectory.create(tmp_path, "run", there)
+    with killed_by_ctrl_c():
+        runs.train(there, run_dir=run, progress=Stopper())
+    check_resumable(there, config)
+    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
     assert_same_but_for_rounding(tiny_folder, whole, run)
 
 

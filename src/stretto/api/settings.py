@@ -20,7 +20,7 @@ Settings: TypeAlias = Config | str | Path
 
 RESUMABLE = (
     *("steps", "minutes", "threads", "runtime", "cluster", "observe", "pipeline"),
-    *("training.ratio_tolerance", "reward.on_failure", "reward.timeout_s"),
+    *("rollout.engines", "training.ratio_tolerance", "reward.on_failure", "reward.timeout_s"),
 )
 """Settings and sections that a resumed run may change. Others would make it a different run."""
 
