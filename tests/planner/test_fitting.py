@@ -389,7 +389,7 @@ def test_references_of_adapters_in_the_learners_shards_take_nothing() -> None:
 def test_vllm_gets_what_learners_leave_on_their_gpus() -> None:
     """7B on 8 GPUs, as docs/vllm.md has it: engines sleep while the learner works."""
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    (block,) = re.findall(r"```toml\n(runtime[^`]*fsdp = 8\n)```", text)
+    (block,) = re.findall(r"```toml\n(runtime[^`]*ranks = 8\n)```", text)
     data = tomllib.loads(block)
     config, loads = fitted_to(8, 80, **data)
     assert [load.device for load in loads] == [f"cuda:{i}" for i in range(8)]

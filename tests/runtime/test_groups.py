@@ -27,10 +27,11 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from helpers import check_trace_events
 from raising import raises
 from run_helpers import Killer, killed_by_ctrl_c, processes
+from scorer_helpers import reward_model
 from stretto import runs
 from stretto.api.settings import check_resumable
 from stretto.assembly.run_models import Overrides
-from stretto.config import ClusterConfig, Config, recipes
+from stretto.config import ClusterConfig, Config, ModelConfig, recipes
 from stretto.config.cluster_config import ProcessConfig
 from stretto.errors import (
     ConfigError,
@@ -42,6 +43,7 @@ from stretto.errors import (
 )
 from stretto.layout import Layout
 from stretto.models.load import load_causal_lm, save_model
+from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
@@ -281,6 +283,54 @@ def test_roles_over_ranks_work_as_one_process(
     assert not processes()
 
 
+def test_a_reference_in_shards_keeps_the_adapters_that_a_run_starts_from(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The learner's base serves both, with other adapters once these have been trained."""
+    base = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    adapted: Any = add_lora(base, ModelConfig(lora_rank=2), "CAUSAL_LM")
+    adapted.peft_config["default"].base_model_name_or_path = str(tiny_folder)
+    for name, weight in adapted.named_parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.1 * len(name) / 100)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = {"name": str(tmp_path / "adapter"), "dtype": "float32"}
+    config = settings(tiny_folder, steps=3, model=model, reward=varied_reward(tmp_path))
+    here = trained(config, tmp_path / "inline")
+    cluster = ClusterConfig(processes=(process("learner+reference+critic", 2),))
+    placed = {"runtime": "local", "cluster": cluster}
+    there = trained(config.model_copy(update=placed), tmp_path / "there")
+    assert_same_but_for_rounding(tiny_folder, here, there)
+    pairs = zip(here.read_metrics(), there.read_metrics(), strict=True)
+    kls = [(one["objective/kl"], two["objective/kl"]) for one, two in pairs]
+    assert all(two == pytest.approx(one, rel=1e-3, abs=1e-5) for one, two in kls)
+    assert kls[0][0] == pytest.approx(0, abs=1e-5)  # at the start they are one policy
+    assert kls[2][0] > 1e-4
+
+
+@pytest.mark.slow
+def test_scorers_have_layouts_of_their_own_in_the_learners_ranks(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Shards of slices, and shards alone, which score at the end of responses."""
+    reward_model().save_pretrained(tmp_path / "reward")
+    byte_tokenizer().save_pretrained(tmp_path / "reward")
+    source, reward = f"model:{tmp_path / 'reward'}", varied_reward(tmp_path)
+    config = settings(
+        tiny_folder,
+        schedule={"preset": "oppo", "overcommit": 0},
+        rollout={"batch": 4, "max_new_tokens": 6},
+        task={"max_prompt_tokens": 200, "settings": {"min_terms": 2, "max_terms": 2}},
+        reward={**reward, "sources": (*reward["sources"], source)},
+    )
+    here = trained(config, tmp_path / "inline")
+    layouts = {"reference": {"fsdp": 2, "tp": 2}, source: {"fsdp": 4}}
+    place = process(f"learner+reference+{source}", 4, **layouts)
+    placed = {"runtime": "local", "cluster": ClusterConfig(processes=(place,))}
+    there = trained(config.model_copy(update=placed), tmp_path / "there")
+    assert_same_but_for_rounding(tiny_folder, here, there)
+
+
 def test_a_critic_without_a_copy_has_the_learners_version_alone(tiny_folder: Path) -> None:
     """It is the learner's. As its shards are gathered, it does not stream, and says so once."""
     roles = ("learner", "generator", "reference", "critic")
@@ -336,18 +386,26 @@ def assert_same_but_for_rounding(start: Path, here: RunDirectory, there: RunDire
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
+    ("ranks", "changes", "owners"),
     [
-        ({("learner", "generator", "reference", "critic"): 2}, {}),
+        # The critic is the learner's own.
+        ({("learner", "generator", "reference", "critic"): 2}, {}, {"learner", "reference"}),
         pytest.param(
             {("learner", "reference", "critic"): 1, ("generator",): 1},
             {"model": {"dtype": "bfloat16"}},  # with masters
+            {"learner", "reference", "critic"},
             marks=pytest.mark.slow,
         ),
+        # Shards of the reference stay on the host, as three ranks do not divide four heads.
+        pytest.param({("learner", "reference"): 3}, {}, {"learner"}, marks=pytest.mark.slow),
     ],
 )
 def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
-    tiny_folder: Path, tmp_path: Path, ranks: Mapping[tuple[str, ...], int], changes: dict[str, Any]
+    tiny_folder: Path,
+    tmp_path: Path,
+    ranks: Mapping[tuple[str, ...], int],
+    changes: dict[str, Any],
+    owners: set[str],
 ) -> None:
     """Bit for bit, also where the run goes on from its checkpoint."""
     model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
@@ -380,8 +438,7 @@ def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
     assert_same(whole, offloaded)
     spans = json.loads((offloaded.path / "trace.json").read_text())
     swaps = [span["args"] for span in spans if span["name"] == "swap"]
-    copied = {"critic"} if 1 in ranks.values() else set()  # otherwise the learner's is used
-    assert {swap["owner"] for swap in swaps} == {"learner", "reference", *copied}
+    assert {swap["owner"] for swap in swaps} == owners
     ways = {(swap["owner"], swap["direction"]) for swap in swaps}
     assert ("learner", "out") in ways  # which changes
     assert ("reference", "out") not in ways

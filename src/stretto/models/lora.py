@@ -133,15 +133,6 @@ class ReferenceAdapters(ReplacedForwards):
         return self._forwards
 
 
-def trains_layers_alone(model: nn.Module) -> bool:
-    """Whether adapters of layers are all that a model trains. Saved ones may have full copies of
-    some modules, too.
-    """
-    adapted = [module for module in model.modules() if hasattr(module, "base_layer")]
-    inside = {id(p) for layer in adapted for p in layer.parameters()}
-    return all(id(p) in inside for p in model.parameters() if p.requires_grad)
-
-
 @torch.no_grad()
 def _reference_forward(layer: Any, starts_adapted: bool) -> Callable[..., Tensor]:
     base: nn.Module = layer.get_base_layer()

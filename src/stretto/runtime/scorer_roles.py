@@ -14,7 +14,7 @@ from stretto.config.sections import reward_source
 from stretto.errors import ModelError
 from stretto.layout import Layout
 from stretto.models.layer_shards import GatheredPasses, frozen_shards
-from stretto.models.lora import ReferenceAdapters, starting_policy, trains_layers_alone
+from stretto.models.lora import ReferenceAdapters, starting_policy
 from stretto.models.weights import fingerprint
 from stretto.runtime.process_messages import SENDER, TRAINED, RoleSetup, frozen_mark
 from stretto.runtime.role_services import ScorerService, cut, follow, loaded_actor, starting_actor
@@ -40,9 +40,7 @@ def reference(setup: RoleSetup) -> ScorerService:
     adapts = config.model.lora_rank and overrides.reference is None
     actor = _learners(setup, "actor") if adapts else None
     if isinstance(actor, ShardedModel):
-        if trains_layers_alone(actor.model):
-            return _reference_of(actor, setup, starts_adapted=keeps_adapters)
-        actor = None
+        return _reference_of(actor, setup, starts_adapted=keeps_adapters)
     if overrides.reference is not None:
         model = made_ready(overrides.reference, config.model.device, "the reference")
         model.requires_grad_(False)
