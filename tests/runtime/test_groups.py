@@ -220,8 +220,12 @@ ALL = "learner+generator+reference+critic"
             marks=pytest.mark.slow,
         ),
         ([process(ALL, 2)], torch.bfloat16, {}),
-        # Three ranks do not divide four heads, so the reference is sharded.
-        ([process("learner+reference", 3)], torch.bfloat16, {"schedule": {"preset": "oppo"}}),
+        # Three slices do not divide four heads. The critic is the learner's.
+        (
+            [process("learner+reference+critic", 3)],
+            torch.bfloat16,
+            {"schedule": {"preset": "oppo"}},
+        ),
         pytest.param(
             [process("learner+generator", 2, learner={"tp": 2}), process("reference+critic", 2)],
             torch.float32,
@@ -353,9 +357,10 @@ def test_a_critic_without_a_copy_has_the_learners_version_alone(tiny_folder: Pat
 
 
 def test_a_critic_that_cannot_be_sliced_needs_the_learners_shards(tiny_folder: Path) -> None:
-    """Three slices do not divide four heads, and the generator is in another process."""
-    processes = [{"roles": ("learner", "critic"), "fsdp": 3}]
-    config = settings(tiny_folder, runtime="local", cluster={"processes": processes})
+    """Three slices do not divide four heads. With lag, the learner's critic is ahead."""
+    processes = [{"roles": ("learner", "critic"), "ranks": 3}]
+    cluster = {"processes": processes}
+    config = settings(tiny_folder, runtime="local", cluster=cluster, schedule={"preset": "async"})
     with ExitStack() as stack, raises(ModelError, "tp-divides", "schedule.lag = 0", "4 attention"):
         start(config, stack, lambda _: None)
 

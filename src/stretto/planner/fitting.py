@@ -375,7 +375,8 @@ class RunMemory:
                 seat_reads = reads if follows else ""
                 # Engines of one process share a copy.
                 another = inline and generates and seat.role not in ("generator", "generator 0")
-                borrows = self._borrows(seat, place, versions, adapted=holds.adapters is not None)
+                adapted = holds.adapters is not None
+                borrows = self._borrows(seat, place, model, versions, adapted=adapted)
                 if another or borrows:
                     seat_reads = "all"
                 share = None
@@ -408,13 +409,21 @@ class RunMemory:
                     )
 
     def _borrows(
-        self, seat: RolePlacement, place: ProcessPlacement, versions: int, *, adapted: bool
+        self,
+        seat: RolePlacement,
+        place: ProcessPlacement,
+        model: Shape,
+        versions: int,
+        *,
+        adapted: bool,
     ) -> bool:
         """Whether a scorer runs the learner's weights: a reference without their adapters, or the
-        critic if they are sharded and no follower lags.
+        critic by the rule of ``runtime/scorer_roles.py``.
         """
-        layout = self.config.cluster.learner_layout
-        shares = layout.ranks > 1 and not versions if seat.scorer == "critic" else adapted
+        layout, shares = self.config.cluster.learner_layout, adapted
+        if seat.scorer == "critic":
+            alone = not versions or seat.layout or not model.cuts_into(len(seat.ranks))
+            shares = layout.ranks > 1 and not self.config.schedule.knobs.lag and bool(alone)
         trains = any(other.role == LEARNER for other in place.roles)
         fits = trains and seat.layout in (None, layout)
         return fits and shares and seat.scorer in ("reference", "critic")

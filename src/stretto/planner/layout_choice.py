@@ -71,7 +71,8 @@ def with_layouts(
 
 def _open_roles(config: Config, process: ProcessConfig) -> Iterator[str]:
     # These use the learner's own weights in its ranks.
-    own = {"critic", "reference"} if config.model.lora_rank else {"critic"}
+    own = {"reference"} if config.model.lora_rank else set[str]()
+    own |= set() if config.schedule.knobs.lag else {"critic"}
     if process.ranks == 1:
         return
     for role in process.roles:

@@ -73,18 +73,17 @@ def _reference_of(actor: ShardedModel, setup: RoleSetup, *, starts_adapted: bool
 
 
 def critic(setup: RoleSetup) -> ScorerService:
-    """Make the service of the critic as a scorer in its process. It is the learner's own, if that
-    is sharded over the same ranks and no follower lags.
+    """Make the service of the critic as a scorer in its process. Without lag it is the learner's
+    own if that is sharded over the same ranks, and all followers are there, its layout is given, or
+    slices do not divide it.
     """
     setup.prepare()
     config, notes = setup.config, list[str]()
     factory = RoleFactory(config, notes.append)
-    trained = _learners(setup, "critic") if setup.shares_weights else None
-    if isinstance(trained, ShardedModel):
-        channel = OwnWeights(setup.shared[SENDER], trained.fingerprint)
-        gathered = GatheredPasses(trained.grid, trained.compute)
-        (scorer,) = factory.model_scorers(None, trained.model, channel, gathered)
-        return ScorerService(scorer, notes, give_back=setup.give_back)
+    trained = None if config.schedule.knobs.lag else _learners(setup, "critic")
+    own = trained if isinstance(trained, ShardedModel) else None
+    if own and (setup.shares_weights or setup.layout):
+        return _learners_critic(own, setup, factory, notes)
     if setup.layout and setup.layout.fsdp > 1:
         raise _critic_in_slices(f"{setup.layout} has shards", "critic-in-shards")
     model = _critic(setup.for_loading())
@@ -93,11 +92,22 @@ def critic(setup: RoleSetup) -> ScorerService:
     except ModelError as error:
         if error.code not in UNCUTTABLE:
             raise
+        if own:
+            return _learners_critic(own, setup, factory, notes)
         raise _critic_in_slices(str(error).partition("; ")[0], error.code) from error
     (scorer,) = factory.model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
     give_back = setup.give_back
     return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
+
+
+def _learners_critic(
+    trained: ShardedModel, setup: RoleSetup, factory: RoleFactory, notes: list[str]
+) -> ScorerService:
+    channel = OwnWeights(setup.shared[SENDER], trained.fingerprint)
+    gathered = GatheredPasses(trained.grid, trained.compute)
+    (scorer,) = factory.model_scorers(None, trained.model, channel, gathered)
+    return ScorerService(scorer, notes, give_back=setup.give_back)
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
@@ -155,8 +165,7 @@ def _critic_in_slices(reason: str, code: str) -> ModelError:
     return ModelError(
         "the critic as a scorer has slices of its own, because it may lag behind the learner's or "
         f"has other ranks, and {reason}. Give it tp alone, with slices that divide its heads, or "
-        "place it and all generators in the learner's ranks with schedule.lag = 0: then it uses "
-        "the learner's shards",
+        "place it in the learner's ranks with schedule.lag = 0: then it uses the learner's shards",
         code,
     )
 
