@@ -221,13 +221,16 @@ class _Maker:
     def scoring(self) -> Phase:
         """A forward pass of reference, reward model and critic over all tokens."""
         models, layout = self.models, self.layout
-        shapes = models.frozen if layout.colocated else models.scoring
-        pieces = [self._scored(s, layout.scorer, self.layout.prefill_tokens) for s in shapes]
-        if layout.colocated:
-            pieces += [self._forward_in_shards(critic) for critic in models.trained[1:]]
+        passes = layout.micro_tokens if layout.in_place else layout.prefill_tokens
+        pieces = [self._scored(s, layout.scorer, layout.prefill_tokens) for s in models.frozen]
+        pieces += [self._scored(critic, layout.critic, passes) for critic in models.trained[1:]]
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
-            work.append(self._to_host(memory_model.frozen_bytes(models, layout)))
+            scorer, times = layout.scorer, 1
+            if scorer.fsdp > 1:  # shards are gathered from the host for each pass
+                tokens = self.workload.tokens / scorer.data_parallel
+                times = math.ceil(tokens / layout.prefill_tokens)
+            work.append(self._to_host(times * memory_model.frozen_bytes(models, layout)))
         return Phase("scoring", self.held["scoring"], sum(size for _, size in pieces), tuple(work))
 
     def training(self) -> Phase:
@@ -235,8 +238,8 @@ class _Maker:
         models, layout = self.models, self.layout
         pieces = [self._trained(shape) for shape in models.trained]
         work = [*(piece for piece, _ in pieces), self._updated(*models.trained)]
-        if layout.offload:
-            work.append(self._to_host(memory_model.kept_bytes(models, layout.learner)))
+        if layout.offload:  # moments come for the updates, and go afterwards
+            work.append(self._to_host(2 * memory_model.moments_bytes(models, layout.learner)))
         return Phase(
             "training", self.held["training"], sum(size for _, size in pieces), tuple(work)
         )
@@ -249,8 +252,6 @@ class _Maker:
             # Those who hold the same part of the weights later exchange their shards.
             speed = self._linked(links.data_bytes_per_s(layout.generator))
             works = [Work(exposed_s=size / speed)]
-            if layout.offload:
-                works.append(self._to_host(memory_model.kept_bytes(models, layout.learner)))
         else:
             sizes = [formulas.broadcast_bytes(shape) for shape in models.trained]
             size = max(sizes)
@@ -261,28 +262,17 @@ class _Maker:
         return Phase(SYNC, self.held[SYNC], size, tuple(works)), tuple(works)
 
     def _scored(self, shape: Shape, layout: Layout, pass_tokens: int) -> tuple[Work, float]:
-        """A model's forward passes, and bytes of their tensor parallelism."""
+        """A model's forward passes, and bytes of tensor parallelism and of gathered shards."""
         tokens = self.workload.tokens / layout.data_parallel
         passes = math.ceil(tokens / pass_tokens)
         flops = formulas.forward_flops(shape, tokens, self.workload.length, layout.tp)
         reduced, size = self._reduced(shape, tokens, layout.tp, FORWARD, passes)
-        arithmetic_s = flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill)
+        gathered = fsdp_forward_bytes(shape, layout, passes)
         return Work(
-            arithmetic_s=arithmetic_s,
+            arithmetic_s=flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill),
+            hidden_s=gathered / self._linked(self.hardware.links.data_bytes_per_s(layout)),
             exposed_s=reduced.exposed_s,
             overhead_s=reduced.overhead_s,
-        ), size
-
-    def _forward_in_shards(self, shape: Shape) -> tuple[Work, float]:
-        """The same of a model that stays in the learner's shards."""
-        layout = self.layout.learner
-        work, size = self._scored(shape, layout, self.layout.micro_tokens)
-        gathered = fsdp_forward_bytes(shape, layout, self._passes())
-        return Work(
-            arithmetic_s=work.arithmetic_s,
-            hidden_s=gathered / self._linked(self.hardware.links.data_bytes_per_s(layout)),
-            exposed_s=work.exposed_s,
-            overhead_s=work.overhead_s,
         ), size + gathered
 
     def _trained(self, shape: Shape) -> tuple[Work, float]:

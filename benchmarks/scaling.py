@@ -109,8 +109,9 @@ def slices(shape: Shape, gpus: int) -> list[int]:
 def together(shape: Shape, gpus: int) -> Iterator[RunLayout]:
     """List layouts with all roles on all GPUs."""
     ways = copies(shape, gpus)
+    scorers = [*ways, Layout(fsdp=gpus)]
     for learner, generator, scorer, offload, passes in product(
-        learners(shape, gpus), ways, ways, (False, True), PASSES
+        learners(shape, gpus), ways, scorers, (False, True), PASSES
     ):
         yield RunLayout(learner, generator, scorer, "all", offload, *passes)
 
@@ -204,9 +205,10 @@ def layouts(rows: Sequence[Row]) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """Return a layout's row."""
     best, layout = row.best, row.best.layout
-    roles = ", ".join(
-        f"{n.data_parallel}x{n.tp}" for n in (layout.learner, layout.generator, layout.scorer)
-    )
+    divided = (layout.learner, layout.generator, layout.scorer)
+    roles = ", ".join(f"{n.data_parallel}x{n.tp}" for n in divided)
+    if layout.scorer.fsdp > 1:
+        roles += " shards"
     held = " / ".join(gb(phase.memory_bytes) for phase in best.phases)
     if best.bursts:
         named = ", ".join(phase.name for phase in best.bursts)

@@ -524,34 +524,40 @@ def test_memory_prints_both_countings(capsys: pytest.CaptureFixture[str]) -> Non
 def test_memory_of_each_gpu_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("memory", "7b", "--gpus", "8", "--tp", "2") == 0
     out = capsys.readouterr().out
-    assert "learner 4x2, generators 4x2, scorers 4x2, all on the same GPUs" in out
+    expected = "learner { fsdp = 4, tp = 2 }, generators { dp = 4, tp = 2 }, scorers { fsdp = 8 }"
+    assert f"{expected}, all on the same GPUs" in out
     # Half of the layers' 6.48e9 and all of the 0.26e9 and 0.13e9 around them: 6.87e9 parameters of
-    # actor and critic, 16 bytes of each over four shards; 2 bytes of as many frozen ones.
-    assert out.count("learner's states 27.5, frozen 13.7") == 3
+    # actor and critic, 16 bytes of each over four shards. The engine keeps its 2 x 3.5e9 bytes and
+    # 64 responses of 1024 tokens of 262 kB each. Frozen are eighths of 2 x (6.74 + 6.61)e9 bytes.
+    sizes = "learner's states 27.5, keys and values 17.2, weights 7.0, frozen 3.3"
+    assert out.count(sizes) == 4
     phases = [line[:13].strip() for line in out.splitlines()[2:6]]
     assert phases == ["generation", "scoring", "training", "weight sync"]
     assert run("memory", "7B", "--gpus", "8", "--fsdp", "4", "--offload") == 2
     assert "offload moves roles that take turns" in capsys.readouterr().err
     assert run("memory", "7B", "--gpus", "8", "--fsdp", "5") == 0
-    assert "learner 5x1, generators 2x1, scorers 1x1, apart" in capsys.readouterr().out
+    assert (
+        "learner { fsdp = 5 }, generators { dp = 2 }, scorers { dp = 1 }, apart"
+        in capsys.readouterr().out
+    )
 
 
 def test_memory_names_the_phase_that_bursts(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("memory", "70B", "--gpus", "16", "--tp", "8", "--offload") == 2
     printed = capsys.readouterr()
-    assert "training takes 161.9 GB of each GPU, of which 72 GB can be filled; most" in printed.err
-    assert "learner's states. All phases fit with --gpus 64\n" in printed.err
-    assert "training      161.9 GB" in printed.out
+    assert "training takes 180.1 GB of each GPU, of which 72 GB can be filled; most" in printed.err
+    assert "learner's states. All phases fit with --gpus 128\n" in printed.err
+    assert "training      180.1 GB" in printed.out
 
 
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        (["70B", "--gpus", "64"], "--tp 8 --offload, or with --gpus 256 --tp 8"),
-        (["13B", "--gpus", "8"], "--offload, or with --gpus 16 --tp 2"),
+        (["70B", "--gpus", "64"], "--gpus 128 --tp 8, or with --gpus 256 --tp 4"),
+        (["13B", "--gpus", "8"], "--gpus 16, or with --tp 4 --offload"),
         (
             ["70B", "--gpus", "128", "--fsdp", "16", "--tp", "4"],
-            "--tp 8 --offload, or with --gpus 256 --tp 8",
+            "--tp 8, or with --gpus 256 --fsdp 64",
         ),
     ],
 )
@@ -571,10 +577,10 @@ def test_memory_names_options_with_which_all_fits(
 def test_memory_says_how_many_responses_are_decoded_at_a_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Beside all else, 7B leaves 3.6 GB, and a response's keys and values take 0.54 GB."""
+    """In training, 7B leaves 19.5 GB, and a response's keys and values take 0.54 GB."""
     assert run("memory", "7B", "--gpus", "8") == 0
     out = capsys.readouterr().out
-    assert "A generator decodes 6 of its 64 responses at a time, in 11 goes: there is" in out
+    assert "A generator decodes 32 of its 64 responses at a time, in 2 goes: there is" in out
     assert run("memory", "7B", "--gpus", "32", "--tp", "2") == 0
     assert "at a time" not in capsys.readouterr().out
 

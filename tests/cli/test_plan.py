@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError
+from stretto.layout import Layout
 from stretto.models.shapes import public_config, shape_of
 from stretto.planner.candidates import candidates, memory_by_phase
 from stretto.planner.fitting import RunMemory
@@ -130,31 +131,54 @@ def test_what_is_impossible_is_refused() -> None:
 # -- what is written -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus", [2, 6])
-def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
+@pytest.mark.parametrize(("gpus", "engine"), [(2, "torch"), (8, "torch"), (8, "vllm")])
+def test_train_takes_every_plan(gpus: int, engine: str) -> None:
     """Its processes take exactly the GPUs of the plan, and roles sit where the layout says."""
-    spec, _ = spec_of(PPO, asked(gpus))
+    own = changes.changed(PPO, {"runtime": "local", "rollout": {"engine": engine}}, "a test")
+    spec, _ = spec_of(own, asked(gpus, gpu="h200"))
     seen = set()
     for candidate in candidates(spec):
-        if candidate.on_paper:
-            continue
-        config = changes.changed(PPO, settings_of(PPO, candidate, spec), "the plan")
+        config = changes.changed(own, settings_of(own, candidate, spec), "the plan")
+        layout = candidate.layout
         found = places(config, 8, gpus)
-        assert sum(len(place.devices) for place in found) == gpus
-        assert len({device for place in found for device in place.devices}) == gpus
-        learner = {role.role.split()[0].partition(":")[0] for role in found[0].roles}
-        expected = {
-            "all": {"learner", "generator", "model", "reference", "critic"},
-            "learner": {"learner", "model", "reference", "critic"},
-        }
-        assert learner == expected.get(candidate.layout.sharing, {"learner"})
-        knobs = candidate.schedule.knobs
-        assert config.schedule.knobs == knobs
-        assert config.rollout.engines == (
-            1 if candidate.layout.colocated else candidate.layout.generator.dp
-        )
-        seen.add(candidate.layout.sharing)
-    assert seen >= {"none", "generators"} if gpus > 2 else seen
+        devices = [device for place in found for device in place.devices]
+        assert len(set(devices)) == gpus
+        assert len(devices) == gpus + (layout.generator.ranks if layout.sleeping else 0)
+        assert config.schedule.knobs == candidate.schedule.knobs
+        seats = {seat.role: (place, seat) for place in found for seat in place.roles}
+        learner, seat = seats["learner"]
+        assert learner.offload == layout.offload
+        assert len(learner.devices) == layout.learner.ranks
+        assert config.cluster.learner_layout == (Layout() if layout.learner.pp > 1 else seat.layout)
+        expected = {"learner": (layout.learner, 1)}
+        if layout.in_place or layout.sharing == "learner":
+            in_place = layout.in_place and config.cluster.processes
+            frozen = "model:org/some-reward", "reference"
+            expected |= dict.fromkeys(frozen, (layout.scorer, layout.scorer.dp))
+            expected["critic"] = layout.critic, layout.critic.dp
+            expected |= {"generator": (layout.generator, layout.generator.dp)} if in_place else {}
+        if layout.learner.pp == 1:
+            for role, (on, copies) in expected.items():
+                names = [f"{role} {i}" for i in range(copies)] if copies > 1 else [role]
+                assert {seats[name][0] for name in names} == {learner}
+                assert {seats[name][1].layout for name in names} == {replace(on, dp=1)}
+        else:
+            pipeline = config.pipeline
+            assert (pipeline.ranks, pipeline.schedule) == (
+                layout.learner.ranks,
+                candidate.pipelining,
+            )
+            assert pipeline.stages("actor") == pipeline.stages("critic") == layout.learner.pp
+        assert config.rollout.engines == layout.generator.dp
+        assert sum(role.startswith("generator") for role in seats) == layout.generator.dp
+        kind = "pipeline" if layout.learner.pp > 1 else "shards" if layout.scorer.fsdp > 1 else ""
+        seen.add((layout.sharing, kind))
+    if gpus == 8:
+        # Engines that sleep need a critic in slices, and eight do not divide two key-value heads.
+        sharings = ("all", "learner") if engine == "torch" else ("learner",)
+        shards = {(sharing, "shards") for sharing in sharings}
+        whole = {(sharing, "") for sharing in ("all", "none", "generators", "learner")}
+        assert seen == shards | whole
 
 
 def test_what_a_recipe_says_of_processes_is_replaced() -> None:
@@ -178,9 +202,8 @@ def test_knobs_of_a_recipe_do_not_survive_in_a_plan() -> None:
     config = changes.changed(PPO, own, "a test")
     spec, _ = spec_of(config, asked(4))
     for candidate in candidates(spec):
-        if not candidate.on_paper:
-            trained = changes.changed(config, settings_of(config, candidate, spec), "the plan")
-            assert trained.schedule.knobs == candidate.schedule.knobs
+        trained = changes.changed(config, settings_of(config, candidate, spec), "the plan")
+        assert trained.schedule.knobs == candidate.schedule.knobs
 
 
 def test_memory_is_no_less_than_what_train_counts() -> None:
@@ -188,7 +211,7 @@ def test_memory_is_no_less_than_what_train_counts() -> None:
     spec, _ = spec_of(PPO, asked(6))
     for candidate in candidates(spec):
         place = candidate.layout
-        if candidate.on_paper or place.sharing != "none" or place.learner.ranks < 2:
+        if place.sharing != "none" or place.learner.ranks < 2:
             continue
         config = changes.changed(PPO, settings_of(PPO, candidate, spec), "the plan")
         assert spec.models.critic is not None
@@ -199,13 +222,6 @@ def test_memory_is_no_less_than_what_train_counts() -> None:
         counted += max(sum(work.values()) for work in first.work.values())
         planned = sum(memory_by_phase(spec, candidate)["weight sync"].values())
         assert counted <= planned * 1.02
-
-
-def test_a_plan_on_paper_has_no_settings() -> None:
-    spec, _ = spec_of(PPO, asked(8))
-    only = (c for c in candidates(spec) if c.on_paper)
-    with raises(ConfigError, "plan-on-paper", "a learner's processes hold one generator"):
-        settings_of(PPO, next(only), spec)
 
 
 def overlaid(config: Config, file: Path | str) -> Config:

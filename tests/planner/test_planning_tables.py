@@ -31,7 +31,7 @@ def estimated(size: str, layout: RunLayout) -> Estimate:
 
 
 def test_what_fits_comes_before_what_is_quick() -> None:
-    place = RunLayout(Layout(fsdp=8), Layout(tp=8), Layout(tp=8), "all", offload=True)
+    place = RunLayout(Layout(fsdp=12), Layout(dp=4, tp=4), Layout(dp=8, tp=2), "none")
     slow, burst = estimated("13B", place), estimated("13B", replace(place, checkpointing=False))
     assert not slow.bursts
     assert burst.bursts
@@ -53,7 +53,7 @@ def test_layouts_use_all_gpus_and_can_be_divided(gpus: int) -> None:
 
 def test_what_does_not_fit_says_which_phase_bursts() -> None:
     colocated, separate = rows_of(LLAMAS["70B"], H100, [8])
-    assert cells(colocated)[-1] == "does not fit: scoring, training"
+    assert cells(colocated)[-1] == "does not fit: generation, scoring, training, weight sync"
     assert cells(separate)[-1].startswith("does not fit: generation, ")
     # 16 bytes of each trained parameter alone are more than there are.
     assert colocated.best.training.parts["learner's states"] > H100.usable_bytes

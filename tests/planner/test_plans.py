@@ -12,7 +12,7 @@ from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
 from stretto.layout import Layout
 from stretto.models.shapes import Shape, shape_of
-from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
+from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.graph import latency_bound
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import solve
@@ -49,7 +49,7 @@ WORK = Workload(
     prompt_tokens=Uniform(low=20, high=60),
     response_tokens=Lognormal(median=40, p95=200),
 )
-SPEC = PlanSpec(ModelShapes.of_one_size(SMALL), WORK, Hardware.of("h100"))
+SPEC = PlanSpec(ModelShapes.of_one_size(SMALL), WORK, Hardware.of("h100"), pipelines=True)
 VARIANTS: dict[str, ScheduleConfig] = {
     **{name: ScheduleConfig(preset=name) for name in PRESETS},
     "inter": ScheduleConfig(preset="oppo", score_on="batch"),
@@ -58,9 +58,9 @@ VARIANTS: dict[str, ScheduleConfig] = {
 }
 
 
-def spec(gpus: int, *names: str, on_paper: bool = False) -> PlanSpec:
+def spec(gpus: int, *names: str) -> PlanSpec:
     found = {name: VARIANTS[name] for name in names or VARIANTS}
-    return replace(SPEC, gpus=gpus, variants=found, on_paper=on_paper)
+    return replace(SPEC, gpus=gpus, variants=found)
 
 
 # -- the work of a step ----------------------------------------------------------------------------
@@ -119,9 +119,8 @@ def test_candidates_use_all_gpus_and_leave_no_knob_idle() -> None:
     found = list(candidates(spec(8)))
     assert {c.layout.gpus for c in found} == {8}
     assert {c.layout.sharing for c in found} == {"all", "none", "generators", "learner"}
-    assert len({(c.layout, c.variant) for c in found}) == len(found)
+    assert len({(c.layout, c.variant, c.pipelining) for c in found}) == len(found)
     for c in found:
-        assert not c.on_paper or c.kind[:2] == BASELINE
         knobs, sharing = c.schedule.knobs, c.layout.sharing
         assert not (knobs.lag and sharing == "all")
         assert not (knobs.streams and sharing in ("all", "generators"))
@@ -140,36 +139,77 @@ def test_models_are_cut_by_divisors_of_their_heads() -> None:
     assert {c.layout.generator.tp for c in found} == {1, 3}
 
 
-def test_on_paper_there_are_pipelines_and_more_copies() -> None:
-    found = list(candidates(spec(8, "sync", "async", on_paper=True)))
-    why = {c.on_paper for c in found}
-    assert "a learner's processes have no pipeline stages" in why
-    assert "a learner's processes hold one copy of a scorer" in why
-    assert max(c.layout.learner.pp for c in found) == 8
-    assert sum(not c.on_paper for c in found) == sum(
-        not c.on_paper for c in candidates(spec(8, "sync", "async"))
-    )
+def layouts(gpus: int, sharing: str, models: ModelShapes = SPEC.models) -> list[RunLayout]:
+    asked = replace(spec(gpus, "sync"), models=models)
+    return [c.layout for c in candidates(asked) if c.layout.sharing == sharing]
+
+
+def test_roles_in_the_learners_ranks_have_layouts_of_their_own() -> None:
+    """28 heads, 4 of keys and values: eight slices do not divide them, shards do."""
+    models = ModelShapes.of_one_size(replace(SMALL, heads=28, kv_heads=4))
+    together = layouts(8, "all", models)
+    copies = [Layout(dp=8), Layout(dp=4, tp=2), Layout(dp=2, tp=4)]
+    assert {layout.learner for layout in together} == {
+        *(Layout(fsdp=8), Layout(fsdp=4, tp=2), Layout(fsdp=2, tp=4)),
+    }
+    assert {layout.generator for layout in together} == set(copies)
+    assert {layout.scorer for layout in together} == {*copies, Layout(fsdp=8)}
+    assert all(layout.critic == layout.learner for layout in together)
+    # Elsewhere than all generators, a critic is a copy in slices, so that 4 ranks can have shards.
+    beside = layouts(8, "learner", models)
+    sharded = {layout.learner.ranks for layout in beside if layout.scorer.fsdp > 1}
+    assert sharded == {2, 4}
+    assert {layout.critic for layout in beside if layout.scorer == Layout(fsdp=4)} == {Layout(tp=4)}
+    without_critic = replace(models, critic=None)
+    beside = layouts(8, "learner", without_critic)
+    assert {layout.learner.ranks for layout in beside if layout.scorer.fsdp > 1} == {*range(2, 8)}
+
+
+def test_pipelines_have_gpus_of_their_own_and_a_critic() -> None:
+    for sharing in ("all", "learner"):
+        assert {layout.learner.pp for layout in layouts(8, sharing)} == {1}
+    for sharing in ("none", "generators"):
+        learners = {layout.learner for layout in layouts(8, sharing)}
+        expected = {
+            *(Layout(pp=2), Layout(dp=2, pp=2), Layout(dp=3, pp=2), Layout(pp=4)),
+        }
+        assert {learner for learner in learners if learner.pp > 1} == expected
+    without_critic = replace(SPEC.models, critic=None)
+    assert {layout.learner.pp for layout in layouts(8, "none", without_critic)} == {1}
+    asked = replace(spec(8, "sync"), pipelines=False)
+    assert {c.layout.learner.pp for c in candidates(asked)} == {1}
+    few = replace(spec(8, "sync"), updates=8)  # of two responses each
+    assert {c.layout.learner.dp for c in candidates(few)} == {1, 2}
+
+
+def test_engines_with_weights_of_their_own_share_the_gpus_of_one_node() -> None:
+    asked = replace(spec(8, "sync"), sleeping=True)
+    together = [c.layout for c in candidates(asked) if c.layout.sharing == "all"]
+    assert {layout.sleeping for layout in together} == {True}
+    assert {layout.critic for layout in together if layout.scorer.fsdp == 1} == {
+        layout.scorer for layout in together if layout.scorer.fsdp == 1
+    }
+    assert "all" not in {c.layout.sharing for c in candidates(replace(asked, gpus=16))}
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
 def test_bubbles_are_those_of_the_schedules(stages: int) -> None:
-    """1F1B's is stages - 1, two chunks halve it; fused, two like models fill each other's."""
+    """1F1B's is stages - 1; fused, two like models fill each other's."""
     micro_batches = 2 * stages
     side = ModelPipelines.of(stages, 1, micro_batches, forward=2, backward=4, activation=1)
-    problem = Problem(side, side)  # in half ticks, as chunks halve a stage's work
+    problem = Problem(side, side)
 
     def idle(latency: int) -> float:
-        """Idle time of a stage for each model, in micro-batches of 6 half ticks."""
+        """Idle time of a stage for each model, in micro-batches of 6 ticks."""
         return (latency - 2 * micro_batches * 6) / 2 / 6
 
-    assert bubble("1f1b", stages) == idle(serial_1f1b(problem).latency)
-    assert bubble("interleaved", stages) == idle(interleaved_1f1b(problem).latency)
+    assert bubble("serial", stages) == idle(serial_1f1b(problem).latency)
     assert bubble("fused", stages) == idle(latency_bound(problem))
     assert bubble("fused", stages) == idle(solve(problem, seconds=1.0).makespan)
 
 
 def test_a_stage_alone_has_no_bubble() -> None:
-    assert [bubble(of, 1) for of in ("1f1b", "interleaved", "fused")] == [0, 0, 0]
+    assert [bubble(of, 1) for of in ("serial", "fused")] == [0, 0]
 
 
 def test_fused_pipelines_hold_both_models_micro_batches() -> None:
@@ -182,9 +222,8 @@ def test_fused_pipelines_hold_both_models_micro_batches() -> None:
 
 
 def test_one_gpu_holds_all_roles() -> None:
-    (only,) = {c.layout for c in candidates(spec(1, "sync")) if not c.layout.offload}
-    assert only.sharing == "all"
-    assert not Candidate(only, "sync", ScheduleConfig()).on_paper
+    (only,) = {c.layout for c in candidates(spec(1, "sync"))}
+    assert (only.sharing, only.offload) == ("all", False)
 
 
 def test_without_scorers_there_is_nothing_to_place() -> None:
@@ -216,14 +255,14 @@ def test_rounds_of_several_batches_share_decode_steps() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_candidate_is_quicker_than_its_bound(name: str) -> None:
     bounds = Bounds(SPEC, WARM, ROUNDS)
-    for c in list(candidates(spec(6, name, on_paper=True)))[::9]:
+    for c in list(candidates(spec(6, name)))[::9]:
         assert bounds.of(c) <= result_of(SPEC, c).step_s
 
 
 def test_the_baseline_is_known_beforehand() -> None:
     """Without overlap, a bound is what is simulated but for messages."""
     bounds = Bounds(SPEC, WARM, ROUNDS)
-    (first, *_) = (c for c in candidates(spec(4, "sync")) if c.kind[:2] == BASELINE)
+    (first, *_) = (c for c in candidates(spec(4, "sync")) if c.kind == BASELINE)
     assert bounds.of(first) == pytest.approx(result_of(SPEC, first).step_s, rel=0.1)
 
 
@@ -267,7 +306,7 @@ def test_the_search_finds_what_full_enumeration_finds(gpus: int) -> None:
     for outcome, step_s in zip(found.best, expected, strict=True):
         assert step_s <= outcome.step_s <= step_s * (1 + WITHIN)
     assert found.baseline is not None
-    known = min(step_s for kind, step_s in everything.items() if kind[:2] == BASELINE)
+    known = min(step_s for kind, step_s in everything.items() if kind == BASELINE)
     assert found.baseline.step_s <= known * (1 + WITHIN)
 
 
@@ -282,24 +321,6 @@ def test_a_search_that_is_cut_short_says_what_it_may_have_missed() -> None:
     assert found.best
     assert 0 < found.bound_s <= found.best[0].step_s * 1.5
     assert search(spec(2, "sync"), workers=1).bound_s == float("inf")
-    assert found.runnable is not None  # whatever the time
-
-
-def test_a_plan_on_paper_hides_none_that_can_be_run() -> None:
-    asked = spec(2, "sync", "async", on_paper=True)
-    found = search(asked, workers=1)
-    assert found.runnable is not None
-    steps = [
-        result_of(SPEC, c).step_s for c in candidates(asked) if not c.on_paper and fits(SPEC, c)
-    ]
-    assert found.runnable.step_s <= min(steps) * (1 + WITHIN)
-
-
-def test_more_is_offloaded_on_paper_than_in_runs() -> None:
-    for gpus in (1, 4):
-        found = [c for c in candidates(spec(gpus, "sync")) if c.layout.offload]
-        assert found
-        assert {"are not offloaded" in c.on_paper for c in found} == {True}
 
 
 def test_nothing_fits() -> None:

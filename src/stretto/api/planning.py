@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from stretto.bounds import ceil_div, checked, kinds
 from stretto.checks.user_functions import check_algorithm
 from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.config.capabilities import runtime_for
+from stretto.config.cluster_config import GENERATOR, LEARNER
 from stretto.config.sections import (
     Gpus,
     Minutes,
@@ -27,6 +28,7 @@ from stretto.config.sections import (
     WorkersOrAuto,
 )
 from stretto.errors import ConfigError, ModelError
+from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import GPUS, Hardware, read_hardware
 from stretto.planner.run_layout import ModelShapes
@@ -85,7 +87,6 @@ class PlanOptions:
         wait: Seconds until tools or an environment answer a turn.
         answer_tokens: Tokens of such an answer.
         like: A run whose lengths of prompts and responses are used.
-        on_paper: Include plans that 'stretto train' cannot run, for example with pipelines.
         workers: Processes that simulate. 0: one per core.
         minutes: Longest search; 0: 0.75 up to 64 GPUs, 8 beyond.
     """
@@ -101,7 +102,6 @@ class PlanOptions:
     wait: Annotated[tuple[Seconds, ...], arg(metavar="MEDIAN P95")] = ()
     answer_tokens: Annotated[tuple[Tokens, ...], arg(metavar="MEDIAN P95")] = ()
     like: Annotated[str, arg(metavar="RUN_DIR")] = ""
-    on_paper: Annotated[bool, arg(metavar="")] = False
     workers: WorkersOrAuto = 0
     minutes: Minutes = 0.0
 
@@ -144,7 +144,8 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
     from stretto.runtime.sim.costs import SampleCost
 
     assumed: list[str] = []
-    if config.model.lora_rank:
+    m = config.model
+    if m.lora_rank:
         assumed.append("all weights are trained, not LoRA adapters alone")
     models = _models(config, options, assumed)
     functions = [source.name for source in config.reward.parsed if source.kind.is_code]
@@ -167,7 +168,7 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
         on,
         options.gpus,
         variants_of(config.schedule),
-        options.on_paper,
+        sleeping=config.rollout.capabilities.own_weights,
         epochs=config.training.epochs,
         updates=config.training.updates,
         functions={short_name(name): SampleCost(sample_s=FUNCTION_S) for name in functions},
@@ -186,46 +187,59 @@ def variants_of(own: ScheduleConfig) -> dict[str, ScheduleConfig]:
 
 
 def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[str, Any]:
-    """Return the settings with which ``stretto train`` runs a plan. ConfigError if it cannot."""
+    """Return the settings with which ``stretto train`` runs a plan."""
     from stretto.config.cluster_config import generator_names
     from stretto.planner.candidates import slots_of
     from stretto.runtime.placement import model_scorers
 
-    if candidate.on_paper:
-        raise ConfigError(f"the plan is one on paper: {candidate.on_paper}", "plan-on-paper")
-    layout = candidate.layout
+    layout, learner = candidate.layout, candidate.layout.learner
     schedule = candidate.schedule
-    slots = slots_of(spec, candidate)
+    engines = layout.generator.dp
     data: dict[str, Any] = {
         "model": {"gradient_checkpointing": layout.checkpointing},
         "training": {"microbatch_tokens": layout.micro_tokens},
         "schedule": {name: getattr(schedule, name) for name in REPLACED},
+        "rollout": {"engines": engines, "slots": slots_of(spec, candidate)},
     }
-    if config.pipeline.ranks:
-        data["pipeline"] = {"ranks": 0}  # they belong to one process
-    if layout.gpus == 1:
-        rollout = {"engines": 1, "slots": slots}
-        return {"runtime": "inline", **data, "rollout": rollout, "cluster": {"processes": []}}
+    if config.pipeline.ranks or learner.pp > 1:
+        data["pipeline"] = {"ranks": learner.ranks if learner.pp > 1 else 0}
+    if learner.pp > 1:
+        stages = {"actor_stages": learner.pp, "critic_stages": learner.pp}
+        data["pipeline"] |= {**stages, "schedule": candidate.pipelining}
+    if layout.gpus == 1 and not layout.sleeping:
+        return {"runtime": "inline", **data, "cluster": {"processes": []}}
     scorers = model_scorers(config.algorithm, config.reward)
-    generators = 1 if layout.colocated else layout.generator.dp
-    names = generator_names(generators)
-    shared_roles = {"all": [*names, *scorers], "learner": scorers}.get(layout.sharing, [])
-    learner = {"roles": ["learner", *shared_roles], "fsdp": layout.learner.fsdp}
-    processes: list[dict[str, Any]] = [{**learner, "tp": layout.learner.tp}]
-    if not layout.colocated:
-        processes += [{"roles": [name], "tp": layout.generator.tp} for name in names]
-    if scorers and layout.sharing == "none":
-        copies = layout.scorer.dp
-        for i in range(copies):
-            roles = [f"{name} {i}" for name in scorers] if copies > 1 else scorers
-            processes.append({"roles": roles, "tp": layout.scorer.tp})
+    roles = {LEARNER: learner}
+    if layout.in_place:
+        roles[GENERATOR] = layout.generator
+    if layout.sharing in ("all", "learner"):
+        roles |= {name: layout.critic if name == "critic" else layout.scorer for name in scorers}
+    processes = [_process(learner.ranks, roles)]
+    if learner.pp > 1:
+        processes = [{"roles": [LEARNER]}]  # with pipeline.ranks ranks
+    if layout.offload:
+        processes[0]["offload"] = True
+    slices = Layout(tp=layout.generator.tp)
+    if not layout.in_place:
+        processes += [_process(slices.ranks, {name: slices}) for name in generator_names(engines)]
+    if layout.sharing == "none":
+        slices, copies = Layout(tp=layout.scorer.tp), layout.scorer.dp
+        for i in range(copies if scorers else 0):
+            names = [f"{name} {i}" for name in scorers] if copies > 1 else scorers
+            processes.append(_process(slices.ranks, dict.fromkeys(names, slices)))
     hosted = scorers and layout.sharing == "generators"
     return {
         "runtime": runtime_for(ceil_div(layout.gpus, spec.hardware.links.gpus_per_node)),
         **data,
-        "rollout": {"engines": generators, "slots": slots},
         "cluster": {"scorers": "generators" if hosted else "auto", "processes": processes},
     }
+
+
+def _process(ranks: int, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """Return the entry of ranks that hold roles by these layouts."""
+    sizes = {role: {n: s for n, s in asdict(on).items() if s > 1} for role, on in layouts.items()}
+    entry: dict[str, Any] = {"roles": list(layouts), "ranks": ranks}
+    return {**entry, "layout": sizes} if ranks > 1 else entry
 
 
 def check_writable(file: str | Path) -> None:
@@ -256,7 +270,7 @@ def check_trainable(config: Config, options: PlanOptions) -> None:
 
 def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str, Any]) -> None:
     """Write a candidate's settings for ``stretto train RECIPE --overrides FILE``, and ``also`` the
-    recipe's changes. ConfigError if ``stretto train`` cannot run it, or the file is not writable.
+    recipe's changes. ConfigError if ``stretto train`` refuses them, or the file is not writable.
     """
     data = changes.merged(also, settings_of(plan.config, candidate, plan.spec))
     changes.changed(plan.config, data, "the plan")  # validates it for train

@@ -10,9 +10,7 @@ from stretto.api.planning import Plan, PlanOptions
 from stretto.cli.options import Recipe, call_with_config
 from stretto.cli.parsing import File, takes
 from stretto.config import Config, changes, recipes
-from stretto.errors import ConfigError
 from stretto.interfaces import command_line, worded
-from stretto.layout import Layout
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.memory_model import host_bytes
@@ -63,11 +61,7 @@ def run_plan(arguments: Sequence[str]) -> int:
 
 
 def _write(plan: Plan, file: str, recipe: str, also: Mapping[str, Any]) -> None:
-    best = plan.found.runnable
-    if best is None:
-        problem = f"'{file}' is not written: 'stretto train' can run none of these; give more GPUs"
-        raise ConfigError(problem, "plan-on-paper")
-    planning.write(file, plan, best.candidate, also)
+    planning.write(file, plan, plan.found.best[0].candidate, also)
     print(f"wrote {file}: stretto train {recipe} --overrides {file}")
 
 
@@ -78,9 +72,8 @@ def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
         f"{w.mean_tokens:.0f} tokens on average, prompts included, and up to {w.max_new_tokens}"
     )
     results = list(plans.best)
-    for further in (plans.runnable, plans.baseline):
-        if further and further not in results:
-            results.append(further)
+    if plans.baseline and plans.baseline not in results:
+        results.append(plans.baseline)
     for number, result in enumerate(results, 1):
         yield from _plan(number, result, plan)
     if plans.baseline is None:
@@ -130,21 +123,19 @@ def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
     waits = f"; wait for {idle}" if idle else ""
     stale = f"staleness {result.staleness_mean:.2f}, at most {result.staleness_max:.0f}"
     yield f"   GPUs work {100 * result.busy:.0f} % of the time{waits}; {stale}"
-    if candidate.on_paper:
-        yield f"   On paper only: {candidate.on_paper}."
 
 
 def _roles(candidate: Candidate, plan: Plan) -> str:
     layout = candidate.layout
     again = ", layers computed again" if layout.checkpointing else ""
     offload = ", roles offloaded" if layout.offload else ""
-    learner = f"learner {_layout(layout.learner, 'fsdp')}"
+    learner = f"learner {layout.learner}"
     if layout.learner.pp > 1:
         learner += f" ({candidate.pipelining})"
     parts = [f"{learner}, {layout.micro_tokens:,} tokens a micro-batch{again}{offload}"]
-    parts.append(f"generators {_layout(layout.generator, 'copies')}")
+    parts.append(f"generators {layout.generator}")
     if plan.spec.models.scoring:
-        parts.append(f"scorers {_layout(layout.scorer, 'copies')}")
+        parts.append(f"scorers {layout.scorer}")
     return "; ".join(parts)
 
 
@@ -154,11 +145,6 @@ def _brief(figure: float) -> str:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.0f}" if size >= 10e9 else f"{size / 1e9:.1f}"
-
-
-def _layout(layout: Layout, data: str) -> str:
-    stages = f" x {layout.pp} stages" if layout.pp > 1 else ""
-    return f"{data} {layout.data_parallel} x tp {layout.tp}{stages}"
 
 
 def _offered() -> list[str]:

@@ -1,13 +1,12 @@
-"""Candidates: the layouts of a run on a number of GPUs, each with the schedule's variants.
-Candidates *on paper* cannot be run by ``stretto train``: several copies of generators and scorers
-in the learner's processes, all states offloaded, and learners with pipeline stages."""
+"""Candidates: the layouts of a run on a number of GPUs, each with the schedule's variants. They are
+layouts that ``stretto train`` can start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice, product
+from itertools import product
 from typing import Literal
 
 from stretto.bounds import ceil_div
@@ -19,7 +18,7 @@ from stretto.planner.hardware import Hardware
 from stretto.planner.memory_model import Parts
 from stretto.planner.run_layout import ModelShapes, RunLayout
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
+from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
 
 MESSAGE_S = 0.001  # seconds to deliver a call of a role and its answer (assumed)
@@ -35,7 +34,8 @@ class PlanSpec:
     hardware: Hardware
     gpus: int = 1  # available; a plan uses all of them
     variants: Mapping[str, ScheduleConfig] = field(default_factory=dict)
-    on_paper: bool = False  # also plans that ``stretto train`` cannot run
+    sleeping: bool = False  # engines have weights of their own, and sleep on shared GPUs
+    pipelines: bool = False  # whether the models may be cut into pipeline stages
     epochs: int = 1
     updates: int = 1  # optimizer updates a step, over all epochs
     functions: Mapping[str, SampleCost] = field(default_factory=dict)
@@ -51,24 +51,23 @@ class PlanSpec:
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)  # tokens of a learner's micro-batches
 SPLITS = 64  # Most sizes of a role to try. With more GPUs, roles get full nodes.
-STAGES = (1, 2, 4, 8, 16)  # pipeline stages of a learner, on paper
-Kind = tuple[str, str, bool]  # the sharing of GPUs, the schedule, and whether it is on paper
+STAGES = (2, 4, 8, 16)  # of a learner's pipelines
+Kind = tuple[str, str]  # the sharing of GPUs, and the schedule
 BASELINE = ("all", "sync")
-"""The kind that is always searched, on paper too: all roles on all GPUs, one after another."""
-Pipelining = Literal["1f1b", "interleaved", "fused"]
-"""Schedules of a learner's pipelines: one model after the other, by 1F1B or with two chunks of
-layers a stage (interleaved), or both at once in opposite directions (fused; RLHFuse, section 5)."""
+"""The kind that is always searched: all roles on all GPUs, one after another."""
+Pipelining = Literal["serial", "fused"]
+"""Schedules of a learner's pipelines: one model after the other by 1F1B (serial), or both at once
+in opposite directions (fused; RLHFuse, section 5)."""
 
 
 def bubble(pipelining: Pipelining, stages: int) -> float:
     """Return a stage's idle time in an update, in micro-batches, for each model.
 
-    It is the same for any number of micro-batches from twice the stages on. Two chunks of layers a
-    stage halve it. A fused schedule is of two equal models, at the lower bound of latency, which
-    the solver of :mod:`stretto.pipelines` reaches for them.
+    It is the same for any number of micro-batches from twice the stages on. A fused schedule is of
+    two equal models, at the lower bound of latency, which the solver of :mod:`stretto.pipelines`
+    reaches for them.
     """
-    fused = ((stages + 1) // 2 - 1) / 2
-    return {"1f1b": stages - 1.0, "interleaved": (stages - 1) / 2, "fused": fused}[pipelining]
+    return stages - 1.0 if pipelining == "serial" else ((stages + 1) // 2 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Candidate:
     variant: str
     schedule: ScheduleConfig
     engines: int = 1
-    pipelining: Pipelining = "1f1b"
+    pipelining: Pipelining = "serial"
 
     @property
     def bubble(self) -> float:
@@ -88,23 +87,7 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        return self.layout.sharing, self.variant, bool(self.on_paper)
-
-    @property
-    def on_paper(self) -> str:
-        """The reason why ``stretto train`` cannot run it, empty if it can."""
-        layout = self.layout
-        if layout.offload:
-            return "shards of the learner and weights of a generator are not offloaded"
-        if layout.gpus == 1:
-            return ""
-        if layout.learner.pp > 1:
-            return "a learner's processes have no pipeline stages"
-        if layout.colocated and layout.generator.dp > 1:
-            return "a learner's processes hold one generator"
-        if layout.scorer.dp > 1 and layout.sharing in ("all", "learner"):
-            return "a learner's processes hold one copy of a scorer"
-        return ""
+        return self.layout.sharing, self.variant
 
 
 def candidates(spec: PlanSpec) -> Iterator[Candidate]:
@@ -125,9 +108,9 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
                     continue
                 if schedule.knobs.migrates(2) and not schedule.knobs.streams:
                     candidate = replace(candidate, engines=layout.generator.dp)
-                if spec.on_paper or not candidate.on_paper or candidate.kind[:2] == BASELINE:
-                    for pipelining in _pipelinings(spec, layout):
-                        yield replace(candidate, pipelining=pipelining)
+                yield candidate
+                if layout.learner.pp > 1:
+                    yield replace(candidate, pipelining="fused")
 
 
 def fits(spec: PlanSpec, candidate: Candidate) -> bool:
@@ -148,26 +131,10 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
         tokens = rows * spec.workload.mean_tokens / copies
         streams = tokens * sum(memory_model.cache_bytes(shape, tensor) for shape in models.scoring)
         phases["scoring"] = {**phases["scoring"], "responses that stream": streams}
-    stages = layout.learner.pp
-    more = {
-        "1f1b": 0.0,
-        # Two chunks of layers a stage: Narayanan et al. 2021, section 2.2.
-        "interleaved": (stages - 1) / (2 * stages),
-        "fused": 1.0,  # at most: micro-batches of both models are in flight
-    }[candidate.pipelining]
-    if more:
-        more *= phases["training"]["activations"]
+    if candidate.pipelining == "fused":  # at most: micro-batches of both models are in flight
+        more = phases["training"]["activations"]
         phases["training"] = {**phases["training"], "activations of more micro-batches": more}
     return phases
-
-
-def _pipelinings(spec: PlanSpec, layout: RunLayout) -> Iterator[Pipelining]:
-    stages = layout.learner.pp
-    yield "1f1b"
-    if stages > 1 and all(shape.layers >= 2 * stages for shape in spec.models.trained):
-        yield "interleaved"
-    if stages > 1 and spec.models.critic:
-        yield "fused"
 
 
 def _pointless(candidate: Candidate) -> bool:
@@ -175,6 +142,8 @@ def _pointless(candidate: Candidate) -> bool:
     layout, knobs = candidate.layout, candidate.schedule.knobs
     if knobs.streams and layout.sharing not in ("none", "learner"):
         return True  # scorers would wait until nothing is left to decode
+    if knobs.streams and layout.scorer.fsdp > 1:
+        return True  # the ranks that hold shards run all passes together, of ended responses
     if knobs.lag and layout.colocated:
         return True  # no GPU is free to train while others decode
     if layout.offload and knobs.score_on != "batch":
@@ -184,52 +153,84 @@ def _pointless(candidate: Candidate) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Divisions:
+    """Ways to divide the models of each role among ranks."""
+
+    models: ModelShapes
+    gpus: int
+    gpus_per_node: int
+
+    def learner(self, ranks: int) -> list[Layout]:
+        slices = self._slices(ranks, self.models.trained)
+        return [Layout(fsdp=ranks // tp, tp=tp) for tp in slices]
+
+    def pipelines(self, ranks: int) -> list[Layout]:
+        if self.models.critic is None:
+            return []
+        stages = min(ranks, *(shape.layers for shape in self.models.trained))
+        return [Layout(dp=ranks // pp, pp=pp) for pp in STAGES if pp <= stages and ranks % pp == 0]
+
+    def generator(self, ranks: int) -> list[Layout]:
+        return self._copies(ranks, (self.models.actor,))
+
+    def scorer(self, ranks: int) -> list[Layout]:
+        return self._copies(ranks, self.models.scoring or (self.models.actor,))
+
+    def scorer_in_learner(self, ranks: int, *, in_place: bool) -> list[Layout]:
+        """Scorers may also be shards. If roles are not all in place, a critic needs slices."""
+        copied = () if in_place else self.models.trained[1:]
+        if not (self.models.frozen or copied):
+            return [Layout(dp=ranks)]  # of nothing
+        ways = self._copies(ranks, (*self.models.frozen, *copied))
+        if ranks > 1 and self.models.frozen and (not copied or Layout(tp=ranks) in ways):
+            ways.append(Layout(fsdp=ranks))
+        return ways
+
+    def _copies(self, ranks: int, shapes: Sequence[Shape]) -> list[Layout]:
+        return [Layout(dp=ranks // tp, tp=tp) for tp in self._slices(ranks, shapes)]
+
+    def _slices(self, ranks: int, shapes: Sequence[Shape]) -> list[int]:
+        """Return numbers of slices that divide the ranks and the heads. None spans two nodes."""
+        node = self.gpus_per_node
+        within = [n for n in range(1, node + 1) if node % n == 0 or self.gpus <= node]
+        cuts = [n for n in within if all(shape.cuts_into(n) for shape in shapes)]
+        return [n for n in cuts if ranks % n == 0]
+
+
 def _layouts(spec: PlanSpec) -> Iterator[RunLayout]:
-    gpus = spec.gpus
-    node = spec.hardware.links.gpus_per_node
-    scored = spec.models.scoring
-    shapes = {
-        "learner": spec.models.trained,
-        "generators": (spec.models.actor,),
-        "scorers": scored or (spec.models.actor,),
-    }
-
-    @cache
-    def layouts(ranks: int, role: str) -> list[Layout]:
-        """Return ways to divide a role's models among ranks, tensor-parallel within a node."""
-        stages = STAGES if role == "learner" and spec.on_paper else (1,)
-        return [
-            Layout(fsdp=ranks // (t * p), tp=t, pp=p)
-            if role == "learner"
-            else Layout(dp=ranks // t, tp=t)
-            for t in range(1, node + 1)
-            if all(shape.cuts_into(t) for shape in shapes[role])
-            and (node % t == 0 or gpus <= node)  # none spans two nodes
-            for p in stages
-            if ranks % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])
-        ]
-
-    for learner, generator, scorer in product(*(layouts(gpus, role) for role in shapes)):
-        for offload in (False, True):
-            yield RunLayout(learner, generator, scorer, "all", offload)
+    gpus, models = spec.gpus, spec.models
+    node, scored = spec.hardware.links.gpus_per_node, models.scoring
+    by = _Divisions(models, gpus, node)
+    responses = spec.workload.batch * spec.epochs // spec.updates  # of a mini-batch
+    if gpus <= node or not spec.sleeping:  # Ray shares no GPU among processes
+        scorers_there = by.scorer_in_learner(gpus, in_place=not spec.sleeping)
+        roles = (by.learner(gpus), by.generator(gpus), scorers_there)
+        for learner, generator, scorer in product(*roles):
+            layout = RunLayout(learner, generator, scorer, "all", sleeping=spec.sleeping)
+            yield layout
+            if gpus > 1 and scorer.fsdp == 1 and (scored or not spec.sleeping):
+                yield replace(layout, offload=True)
     step = node * ceil_div(gpus, node * SPLITS)
     shares = range(1, gpus) if gpus <= SPLITS else range(node, gpus, step)
     for learners in shares:
         rest = gpus - learners
-        for learner, generator in product(
-            layouts(learners, "learner"), layouts(rest, "generators")
-        ):
-            if generator in layouts(rest, "scorers"):  # a copy with each generator
+        ways = by.learner(learners)
+        pipelines = by.pipelines(learners) if spec.pipelines else []
+        unshared = [*ways, *(way for way in pipelines if way.dp <= responses)]
+        for learner, generator in product(unshared, by.generator(rest)):
+            if generator in by.scorer(rest):  # a copy with each generator
                 yield RunLayout(learner, generator, generator, "generators")
-            scorers_there = layouts(learners, "scorers") if scored else []
-            for scorer in scorers_there:
-                if scorer.dp == 1 or spec.on_paper:
-                    yield RunLayout(learner, generator, scorer, "learner")
-        powers = [2**k for k in range(gpus.bit_length())] if scored else []
+        if not scored:
+            continue
+        scorers_there = by.scorer_in_learner(learners, in_place=False)
+        for learner, generator, scorer in product(ways, by.generator(rest), scorers_there):
+            yield RunLayout(learner, generator, scorer, "learner")
+        powers = [2**k for k in range(gpus.bit_length())]
         for scorers in sorted({*powers, *(3 * n for n in powers)}):
             if scorers <= gpus // 2 and learners + scorers < gpus:
-                sizes = (learners, rest - scorers, scorers)
-                for learner, generator, scorer in product(*map(layouts, sizes, shapes)):
+                others = by.generator(rest - scorers), by.scorer(scorers)
+                for learner, generator, scorer in product(unshared, *others):
                     yield RunLayout(learner, generator, scorer, "none")
 
 
@@ -241,8 +242,12 @@ def _quickest_passes(spec: PlanSpec, layout: RunLayout) -> list[RunLayout]:
     tokens = int(spec.workload.batch * spec.workload.mean_tokens)
     ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
     usable = spec.hardware.usable_bytes
-    fitting = (way for way in ways if memory_model.learner_bytes(spec.models, way) <= usable)
-    return list(islice(fitting, 1))
+    fitting = [way for way in ways if memory_model.learner_bytes(spec.models, way) <= usable]
+    if layout.in_place:  # passes that leave the most room for keys and values
+        size = spec.workload.batch, spec.longest, spec.hardware
+        rounds = {way: memory_model.rows_in_flight(spec.models, way, *size)[1] for way in fitting}
+        fitting.sort(key=lambda way: rounds[way])
+    return fitting[:1]
 
 
 def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
@@ -293,7 +298,7 @@ def cost_of_generator(spec: PlanSpec, layout: RunLayout) -> GeneratorCost:
         length=spec.workload.prompt_tokens.quantile(0.5, 0),
         free_bytes=memory_model.cache_room_bytes(spec.models, layout, spec.hardware),
     )
-    sync_s = _reshard_s if layout.colocated else _broadcast_s
+    sync_s = _reshard_s if layout.in_place else _broadcast_s
     load_s = sync_s(actor, layout.learner, generator, spec.hardware)
     return cost.model_copy(update={"load_s": load_s})
 
@@ -318,42 +323,46 @@ def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[Scor
     """Return the scoring models. Each generator on shared devices has its own copies."""
     models, devices = spec.models, layout.devices["scorers"]
     hosted = layout.sharing in ("all", "generators")
-    roles: list[tuple[str, ScoreKind, Shape | None]] = [
-        ("reward", "reward", models.reward),
-        ("reference", "logprobs", models.reference),
-        ("critic", "values", models.critic),
+    roles: list[tuple[str, ScoreKind, Shape | None, Layout]] = [
+        ("reward", "reward", models.reward, layout.scorer),
+        ("reference", "logprobs", models.reference, layout.scorer),
+        ("critic", "values", models.critic, layout.critic),
     ]
     count = engines if hosted else 1
     per_copy = len(devices) // count
-    copies = Layout(dp=max(layout.scorer.dp // count, 1), tp=layout.scorer.tp)
-    length = spec.workload.mean_tokens
     critic_load_s = 0.0
-    if models.critic and not layout.colocated:
-        sync_s = _reshard_s if layout.sharing == "learner" else _broadcast_s
-        critic_load_s = sync_s(models.critic, layout.learner, layout.scorer, spec.hardware)
+    if models.critic and not layout.in_place:
+        sync_s = _broadcast_s if layout.sharing in ("none", "generators") else _reshard_s
+        critic_load_s = sync_s(models.critic, layout.learner, layout.critic, spec.hardware)
+
+    def cost(shape: Shape, layout: Layout) -> PrefillCost:
+        share = replace(layout, dp=max(layout.dp // count, 1))
+        length = spec.workload.mean_tokens
+        return formulas.prefill_cost(shape, share, spec.hardware, length=length)
+
     return [
         ScorerRole(
             name=name,
             kind=kind,
             devices=devices[i * per_copy : (i + 1) * per_copy],
-            cost=formulas.prefill_cost(shape, copies, spec.hardware, length=length),
+            cost=cost(shape, on),
             follows="critic" if name == "critic" else "",
             load_s=critic_load_s if name == "critic" else 0.0,
             host=i if hosted else None,
         )
-        for name, kind, shape in roles
+        for name, kind, shape, on in roles
         if shape is not None
         for i in range(count)
     ]
 
 
 def swap_s(spec: PlanSpec, layout: RunLayout) -> float:
-    """Return the seconds per step to swap offloaded states out and in, and frozen models in."""
+    """Return the seconds per step to swap offloaded moments out and in, and frozen models in."""
     if not layout.offload:
         return 0.0
     on, models = spec.hardware, spec.models
-    kept = memory_model.kept_bytes(models, layout.learner)
-    size = 2 * kept + memory_model.frozen_bytes(models, layout)
+    moments = memory_model.moments_bytes(models, layout.learner)
+    size = 2 * moments + memory_model.frozen_bytes(models, layout)
     return size / (on.links.host_bytes_per_s * on.assumed.link)
 
 

@@ -162,32 +162,42 @@ def generator_cost(
 
 
 def prefill_cost(
-    shape: Shape, layout: Layout, on: Hardware, *, length: float = 0.0
+    shape: Shape, layout: Layout, on: Hardware, *, length: float = 0.0, pass_tokens: int = 8192
 ) -> costs.PrefillCost:
-    """Return the cost of scoring by a model, whose copies share a call's tokens evenly."""
+    """Return the cost of scoring by a model, whose copies or shards share a call's tokens evenly.
+
+    Shards gather all weights for each pass of ``pass_tokens``. The first pass of a call waits for
+    them, the others gather during the pass before.
+    """
     token_s, pass_s = _reduced(shape, layout.tp, on, FORWARD)
     work = on.gpu.flops * on.assumed.prefill
-    token_s += forward_flops(shape, 1, length, layout.tp) / work
+    gathered = gather_bytes(HALF * shape.held(layout.tp), layout.fsdp)
+    gather_s = gathered / (on.links.data_bytes_per_s(layout) * on.assumed.link)
+    work_s = max(forward_flops(shape, 1, length, layout.tp) / work, gather_s / pass_tokens)
     return costs.PrefillCost(
-        call_s=on.assumed.call_s + pass_s, token_s=token_s / layout.data_parallel
+        call_s=on.assumed.call_s + pass_s + gather_s,
+        token_s=(work_s + token_s) / layout.data_parallel,
     )
 
 
 def train_cost(
     shapes: Sequence[Shape], layout: Layout, on: Hardware, passes: TrainingPasses
 ) -> costs.TrainCost:
-    """Return the cost of training the actor, and then the critic if there is one."""
+    """Return the cost of training the actor, and then the critic if there is one. Pipelines sum
+    their float32 gradients once an update.
+    """
+    memory_speed = on.gpu.memory_bytes_per_s * on.assumed.optimizer
+    link_speed = on.links.data_bytes_per_s(layout) * on.assumed.link
     token_s = step_s = 0.0
     for shape in shapes:
         stage_token_s = _trained_token_s(shape, layout, on, passes)
         bubble = layout.pp - 1 if passes.bubble is None else passes.bubble
-        moved_s = optimizer_bytes(shape, layout) / (
-            on.gpu.memory_bytes_per_s * on.assumed.optimizer
-        )
+        waits_s = bubble * passes.micro(layout.data_parallel) * stage_token_s
+        moved_s = optimizer_bytes(shape, layout) / memory_speed
+        gradients = SINGLE * shape.stage(layout.pp).held(layout.tp)
+        summed_s = 2 * gather_bytes(gradients, layout.dp) / link_speed
         token_s += passes.epochs * stage_token_s / layout.data_parallel
-        step_s += passes.updates * (
-            moved_s + bubble * passes.micro(layout.data_parallel) * stage_token_s
-        )
+        step_s += passes.updates * (moved_s + waits_s + summed_s)
     return costs.TrainCost(step_s=step_s, token_s=token_s)
 
 

@@ -34,6 +34,7 @@ et al. 2023)."""
 STATE, KEPT = 16, 12
 """Bytes of a trained parameter: master, gradient and two moments of Adam, in float32; and without
 the gradient, which is zeroed, not freed (``training/trained.py``)."""
+MOMENTS = 8  # bytes of its moments
 BUCKET = 64 * 2**20  # bytes of a bucket in which weights are sent (``cluster.bucket_mb``)
 VERSIONS = 3  # weight versions that a layout's learner keeps for other devices: the lag, and 2
 CONTEXT, COMMUNICATOR = 500 * 10**6, 300 * 10**6
@@ -193,7 +194,6 @@ class DeviceMemory:
         shared: Sequence[Shape] = (),
         values: bool = False,
         moments: Sequence[str] = (),
-        offload: bool = False,
         side_by_side: bool = False,
     ) -> None:
         """Count a learner.
@@ -207,10 +207,9 @@ class DeviceMemory:
             values: the critic, its last model, computes values in the scoring phase.
             moments: phases in which Adam's moments, and masters separate from the weights, are on
                 the device rather than the host. Empty: always.
-            offload: all states are on the host outside their phases.
             side_by_side: the models train at the same time, not one after the other.
         """
-        width, on_host = self.width, ("training",) if offload else ()
+        width = self.width
         adapters = self.adapter_parameters if self.adapters else None
         copied = copies and width < SINGLE and adapters is None
         for shape in models:
@@ -222,7 +221,7 @@ class DeviceMemory:
             if copied:
                 self.put("learner's weights", width * weights)
             resting = round(states * (2 + copied) / 4) if moments else 0
-            self.put(STATES, round(states) - resting, *on_host)
+            self.put(STATES, round(states) - resting)
             if moments:
                 self.put("learner's moments", resting, *moments)
             if versions:
@@ -235,14 +234,10 @@ class DeviceMemory:
             passes = [max(passes, key=Counter.total)]
         for parts in passes:
             self.work["training"].update(parts)
-        if offload:
-            self.put("actor's masters", _masters(models[0], layout), SYNC)
         if values:
             critic = models[-1]
-            if offload:
-                self.put("critic's masters", _masters(critic, layout), "scoring")
-            gathered = gathered_bytes(critic, layout, gradients=False)
-            self._put_pass(layer_activation_bytes(critic, tokens, layout.tp), 0, gathered)
+            activations = layer_activation_bytes(critic, tokens, layout.tp)
+            self._put_pass(activations, gathered=gathered_bytes(critic, layout, gradients=False))
 
     def put_inference(
         self,
@@ -323,7 +318,7 @@ class DeviceMemory:
             parts["gathered"] = round(gathered_bytes(stage, layout, gradients=gradients))
         return parts
 
-    def _put_pass(self, activations: float, logits: float, gathered: float) -> None:
+    def _put_pass(self, activations: float, logits: float = 0, gathered: float = 0) -> None:
         """Count a scoring pass. Of all scoring passes, the largest of each kind counts."""
         sizes = {"activations": activations, "logits": logits, "gathered": gathered}
         for what, size in sizes.items():
@@ -337,10 +332,6 @@ class DeviceMemory:
         if self.adapters is not None:
             size = 2 * min(self.bucket, SINGLE * self.adapter_parameters)
         self.put("buckets", size, SYNC)
-
-
-def _masters(shape: Shape, learner: Layout) -> float:
-    return SINGLE * shape.stage(learner.pp).held(learner.tp) / learner.fsdp
 
 
 def phases_of(
@@ -378,8 +369,7 @@ def _devices(
     models: ModelShapes, layout: RunLayout, rows: int, length: int
 ) -> dict[str, DeviceMemory]:
     """Return the memory of a device by role. Roles that share devices share the object."""
-    colocated = layout.colocated
-    learner = layout.learner
+    in_place, learner = layout.in_place, layout.learner
     together = DeviceMemory()
     on = {role: together if role in layout.shared else DeviceMemory() for role in layout.layouts}
     on["learner"].put_learner(
@@ -388,22 +378,21 @@ def _devices(
         layout.micro_tokens,
         (models.actor,),
         checkpointing=layout.checkpointing,
-        versions=0 if colocated else VERSIONS,
-        values=colocated and models.critic is not None,
-        offload=layout.offload,
+        versions=0 if in_place else VERSIONS,
+        values=in_place and models.critic is not None,
+        moments=("scoring", "training") if layout.offload else (),
     )
     tokens = layout.prefill_tokens
-    generate = partial(on["generators"].put_inference, "weights", rests=colocated)
-    slices = Layout(tp=layout.generator.tp)
-    generate(models.actor, slices, tokens, learner, rows=rows, positions=length)
-    slices = Layout(tp=layout.scorer.tp)
-    score = partial(on["scorers"].put_inference, "frozen", layout=slices, tokens=tokens)
+    generate = partial(on["generators"].put_inference, "weights", rests=layout.sleeping)
+    generate(models.actor, layout.generator, tokens, learner, rows=rows, positions=length)
+    score = partial(on["scorers"].put_inference, "frozen", tokens=tokens)
     if models.reward:
-        score(shape=models.reward, rests=layout.offload)
+        score(shape=models.reward, layout=layout.scorer, rests=layout.offload)
     if models.reference:
-        score(shape=models.reference, rests=layout.offload, logits=True)
-    if models.critic and not colocated:
-        score(shape=models.critic, learner=learner if layout.sharing == "none" else None)
+        score(shape=models.reference, layout=layout.scorer, rests=layout.offload, logits=True)
+    if models.critic and not in_place:
+        sender = learner if layout.sharing == "none" else None
+        score(shape=models.critic, layout=layout.critic, learner=sender)
     return on
 
 
@@ -420,20 +409,32 @@ def rows_in_flight(
 
 
 def cache_room_bytes(models: ModelShapes, layout: RunLayout, hardware: Hardware) -> float:
-    """Return the bytes left for keys and values on a generator's GPU, negative if none are."""
+    """Return the bytes left for keys and values on a generator's GPU, negative if none are. An
+    engine in the learner's processes keeps its cache while others work.
+    """
+    device = _devices(models, layout, 0, 0)["generators"]
+    if layout.in_place:
+        return hardware.usable_bytes - max(device.during(phase).total() for phase in PHASES)
     phases = ("generation",) if layout.colocated else ("generation", SYNC)
-    other_parts = _devices(models, layout, 0, 0)["generators"].during(*phases)
-    return hardware.usable_bytes - other_parts.total()
+    return hardware.usable_bytes - device.during(*phases).total()
 
 
 def frozen_bytes(models: ModelShapes, layout: RunLayout) -> float:
-    shapes = models.frozen if layout.colocated else models.scoring
-    return sum(weight_bytes(shape, layout.scorer.tp) for shape in shapes)
+    """Return the bytes of a GPU's weights of frozen models, and of a critic that is a copy."""
+    copies = () if layout.in_place else models.trained[1:]
+    pairs = [*((layout.scorer, shape) for shape in models.frozen)]
+    pairs += [(layout.critic, shape) for shape in copies]
+    return sum(weight_bytes(shape, on.tp) / on.fsdp for on, shape in pairs)
 
 
 def host_bytes(models: ModelShapes, layout: RunLayout) -> float:
-    offloads = layout.offload
-    return kept_bytes(models, layout.learner) + frozen_bytes(models, layout) if offloads else 0.0
+    """Return the bytes of the host's memory that offloaded tensors of a GPU take."""
+    moments = moments_bytes(models, layout.learner)
+    return moments + frozen_bytes(models, layout) if layout.offload else 0.0
+
+
+def moments_bytes(models: ModelShapes, learner: Layout) -> float:
+    return kept_bytes(models, learner) * MOMENTS / KEPT
 
 
 def kept_bytes(models: ModelShapes, learner: Layout) -> float:

@@ -28,8 +28,9 @@ class GpuOptions:
         gpus: Number of GPUs. Above 0, estimates the memory of each by phase.
         fsdp: Shards of the learner. If these do not fill the GPUs, roles get separate ones: a copy
             of the scorers, and generators on the rest. 0 takes all GPUs for every role.
-        tp: GPUs that each layer is split over, in every role.
-        offload: Idle roles keep their states in the host's memory.
+        tp: GPUs that each layer is split over, except in scorers that share all GPUs, which are
+            sharded over them.
+        offload: Idle roles keep moments and frozen weights in the host's memory.
     """
 
     gpus: Gpus = 0
@@ -47,8 +48,8 @@ class GpuOptions:
         learner = Layout(fsdp=self.fsdp or data, tp=self.tp)
         rest = data - self.fsdp - 1
         if learner.fsdp == data:
-            copies = Layout(dp=data, tp=self.tp)
-            layout = RunLayout(learner, copies, copies, "all", self.offload)
+            generator = Layout(dp=data, tp=self.tp)
+            layout = RunLayout(learner, generator, Layout(fsdp=self.gpus), "all", self.offload)
         elif rest > 0:
             generator, scorer = Layout(dp=rest, tp=self.tp), Layout(tp=self.tp)
             layout = RunLayout(learner, generator, scorer, "none", self.offload)
@@ -122,7 +123,7 @@ def _lines(
     phases: dict[str, Parts], layout: RunLayout, models: ModelShapes, hardware: Hardware
 ) -> list[str]:
     usable, gpu_size = hardware.usable_bytes, format_size(round(hardware.gpu.memory_bytes))
-    roles = ", ".join(f"{role} {n.data_parallel}x{n.tp}" for role, n in layout.layouts.items())
+    roles = ", ".join(f"{role} {of_role}" for role, of_role in layout.layouts.items())
     lines = [
         f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(usable))} of "
         f"{gpu_size} can be filled",

@@ -1,7 +1,7 @@
 """The search: simulates candidates by their lower bounds until no other can be among the best.
 
-Candidates of each kind (sharing of GPUs, schedule, and whether ``stretto train`` can run it) are
-simulated in the order of their bounds, kinds in turn. A candidate is skipped if its bound is no
+Candidates of each kind (sharing of GPUs and schedule) are simulated in the order of their bounds,
+kinds in turn. A candidate is skipped if its bound is no
 better than the best of its own kind, or than the best of enough other kinds. So the result is the
 same as from simulating all candidates, and each plan shown is of another kind.
 """
@@ -229,7 +229,6 @@ class SearchOutcome:
 
     best: tuple[PlanResult, ...]
     baseline: PlanResult | None  # the best with all roles on all GPUs, in turns, if one fits
-    runnable: PlanResult | None  # the best that ``stretto train`` can run, if any
     candidates: int
     simulated: int
     unfit: int  # examined candidates that do not fit into memory
@@ -269,7 +268,7 @@ def search(
             for kind, waiting in list(kinds.items()):
                 collect(room - 1)
                 ruled_out = not waiting or not _may_take(results, keep, kind, waiting[0][0])
-                late = time.monotonic() - start_s > limit_s and (_can_run(results) or kind[2])
+                late = time.monotonic() - start_s > limit_s and results
                 if ruled_out or late:
                     if not ruled_out:
                         bound_s = min(bound_s, waiting[0][0])
@@ -292,8 +291,7 @@ def search(
     ranked = sorted(results.values(), key=_rank)
     return SearchOutcome(
         best=tuple(ranked[:keep]),
-        baseline=next((r for r in ranked if r.candidate.kind[:2] == BASELINE), None),
-        runnable=next((r for r in ranked if not r.candidate.on_paper), None),
+        baseline=results.get(BASELINE),
         candidates=count,
         simulated=simulated,
         unfit=unfit,
@@ -306,20 +304,15 @@ def _rank(result: PlanResult) -> tuple[float, str]:
     return result.step_s, str(result.candidate.layout)
 
 
-def _can_run(results: Mapping[Kind, PlanResult]) -> bool:
-    return any(not on_paper for *_, on_paper in results)
-
-
 def _may_take(results: Mapping[Kind, PlanResult], keep: int, kind: Kind, bound: float) -> bool:
     """Return whether a candidate with this bound might still be among those shown."""
     bound *= 1 + WITHIN
     if (best_of_kind := results.get(kind)) and bound >= best_of_kind.step_s:
         return False
-    if kind[:2] == BASELINE:
+    if kind == BASELINE:
         return True
     other_steps_s = sorted(r.step_s for k, r in results.items() if k != kind)
-    would_run_first = not kind[2] and not _can_run(results)
-    return len(other_steps_s) < keep or bound < other_steps_s[keep - 1] or would_run_first
+    return len(other_steps_s) < keep or bound < other_steps_s[keep - 1]
 
 
 def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
@@ -330,7 +323,7 @@ def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
     by_kind: dict[Kind, deque[tuple[float, Candidate]]] = {}
     for pair in sorted(bounded, key=lambda pair: pair[0]):
         by_kind.setdefault(pair[1].kind, deque()).append(pair)
-    return dict(sorted(by_kind.items(), key=lambda item: item[0][:2] != BASELINE))
+    return dict(sorted(by_kind.items(), key=lambda item: item[0] != BASELINE))
 
 
 @contextmanager

@@ -44,18 +44,21 @@ Sharing = Literal["all", "none", "generators", "learner"]
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The devices of a run's roles. The learner trains actor and critic, one after the other.
-    Unless all roles share devices and take turns, a copy of the critic scores on the devices of the
-    frozen models."""
+    """The devices of a run's roles, and each role's layout on its devices.
+
+    The learner's stages are pipelines, which no other role shares. With ``sleeping`` generators,
+    engines free their devices outside their phases, and have processes and weights of their own.
+    """
 
     learner: Layout
     generator: Layout
     scorer: Layout
     sharing: Sharing
-    offload: bool = False  # idle roles keep their states in the host's memory
+    offload: bool = False  # moments and frozen weights of idle roles are on the host
     checkpointing: bool = True
     micro_tokens: int = 8192  # of a micro-batch of one shard of the learner
     prefill_tokens: int = 8192  # of a pass without gradients of one generator or scorer
+    sleeping: bool = False
 
     def __post_init__(self) -> None:
         counts = [self.layouts[role].ranks for role in self.shared]
@@ -77,6 +80,20 @@ class RunLayout:
     @property
     def colocated(self) -> bool:
         return self.sharing == "all"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all roles are in the learner's processes, so that none waits for published
+        weights, and the critic scores by the learner's own shards.
+        """
+        return self.colocated and not self.sleeping
+
+    @property
+    def critic(self) -> Layout:
+        """The layout of the critic as a scorer. A copy of it is not sharded."""
+        if self.in_place:
+            return self.learner
+        return self.scorer if self.scorer.fsdp == 1 else Layout(tp=self.scorer.ranks)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -103,6 +120,7 @@ class RunLayout:
             *((self.learner, shape) for shape in models.trained),
             (self.generator, models.actor),
             *((self.scorer, shape) for shape in models.frozen),
+            *((self.critic, shape) for shape in models.trained[1:]),
         ]
         for layout, shape in pairs:
             if layout.pp > shape.layers:
