@@ -82,10 +82,10 @@ class ProcessConfig(Section):
             return data
         sizes = {name: data[name] for name in ("fsdp", "tp") if name in data}
         if "ranks" in data or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
-            given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             raise RuleError(
-                f"cluster.processes: {given} belongs to the layout of a role; write it as in "
-                f"layout.learner = {{ {given} }}",
+                f"cluster.processes: {written} belongs to the layout of a role; write it as in "
+                f"layout.learner = {{ {written} }}",
                 "sizes-outside-layout",
             )
         roles = data.get("roles", ())

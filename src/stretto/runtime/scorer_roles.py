@@ -81,9 +81,9 @@ def critic(setup: RoleSetup) -> ScorerService:
     config, notes = setup.config, list[str]()
     factory = RoleFactory(config, notes.append)
     trained = None if config.schedule.knobs.lag else _learners(setup, "critic")
-    own = trained if isinstance(trained, ShardedModel) else None
-    if own and (setup.shares_weights or setup.layout):
-        return _learners_critic(own, setup, factory, notes)
+    shards = trained if isinstance(trained, ShardedModel) else None
+    if shards and (setup.shares_weights or setup.layout):
+        return _learners_critic(shards, setup, factory, notes)
     if setup.layout and setup.layout.fsdp > 1:
         raise _critic_in_slices(f"{setup.layout} has shards", "critic-in-shards")
     model = _critic(setup.for_loading())
@@ -92,8 +92,8 @@ def critic(setup: RoleSetup) -> ScorerService:
     except ModelError as error:
         if error.code not in UNCUTTABLE:
             raise
-        if own:
-            return _learners_critic(own, setup, factory, notes)
+        if shards:
+            return _learners_critic(shards, setup, factory, notes)
         raise _critic_in_slices(str(error).partition("; ")[0], error.code) from error
     (scorer,) = factory.model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
