@@ -316,12 +316,15 @@ def test_a_reference_in_shards_keeps_the_adapters_that_a_run_starts_from(
 def test_scorers_have_layouts_of_their_own_in_the_learners_ranks(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Shards of slices, and shards alone, which score at the end of responses."""
+    """Shards of slices, here of the model without adapters, and shards alone, which score at the
+    end of responses.
+    """
     reward_model().save_pretrained(tmp_path / "reward")
     byte_tokenizer().save_pretrained(tmp_path / "reward")
     source, reward = f"model:{tmp_path / 'reward'}", varied_reward(tmp_path)
     config = settings(
         tiny_folder,
+        model={"name": str(tiny_folder), "dtype": "float32", "lora_rank": 2},
         schedule={"preset": "oppo", "overcommit": 0},
         rollout={"batch": 4, "max_new_tokens": 6},
         task={"max_prompt_tokens": 200, "settings": {"min_terms": 2, "max_terms": 2}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -53,6 +54,8 @@ def reference(setup: RoleSetup) -> ScorerService:
     marks = frozen_mark(model), fingerprint(model.named_parameters()) if all_trainable else ""
     if keeps_adapters:
         model = starting_policy(model)
+    elif actor is None and hasattr(model, "peft_config"):
+        model = cast(Any, model).unload()
     gathered = _divided(model, setup, setup.layout, "reference", notes)
     factory = RoleFactory(config, notes.append)
     (scorer,) = factory.model_scorers(model, None, None, gathered)
