@@ -35,6 +35,17 @@ class Divisible(Protocol):
         """Whether shards hold rows of it."""
 
 
+class Owners(Protocol):
+    """Who holds which parts of a model: a :class:`Layout`, or pipeline stages."""
+
+    @property
+    def ranks(self) -> int:
+        """Their number."""
+
+    def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
+        """Return the parts of parameters that a rank is the first to hold."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The ranks that hold a role's model. Slices of a shard are neighbours, then shards, then

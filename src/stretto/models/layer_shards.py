@@ -24,7 +24,6 @@ from stretto.layout import Layout
 from stretto.models.backend import backend_of
 from stretto.models.forward import decoder_layers
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import FullParameter, index, shape
 from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
 
 T = TypeVar("T")
@@ -101,25 +100,7 @@ class Grid:
         self.mesh = both["fsdp"]
         self.rows = both.get_group("fsdp")
         self.slices = Slices(both.get_group("tp")) if layout.tp > 1 else None
-        self._beside = dist.new_group(backend="gloo")
-
-    def on_first(self, whole: FullParameter, part: Tensor) -> Tensor | None:
-        """Return the full tensor on the first rank's CPU, otherwise ``None``. A collective."""
-        block = part.detach().cpu()
-        if self.rank:
-            if self.layout.first(whole, self.rank) is not None:
-                dist.send(block.contiguous(), 0, group=self._beside)
-            return None
-        tensor = torch.empty(whole.shape, dtype=block.dtype)
-        for rank in range(self.layout.ranks):
-            box = self.layout.first(whole, rank)
-            if box is None:
-                continue
-            if rank:
-                block = torch.empty(shape(box), dtype=tensor.dtype)
-                dist.recv(block, rank, group=self._beside)
-            tensor[index(box)] = block
-        return tensor
+        self.beside = dist.new_group(backend="gloo")
 
     def share(self, items: Sequence[T]) -> list[T | None]:
         by_row = self.shares(items)
@@ -131,12 +112,6 @@ class Grid:
         ranks = self.layout.fsdp
         share = ceil_div(len(items), ranks)
         return [items[row * share : (row + 1) * share] for row in range(ranks)]
-
-    @staticmethod
-    def sum_(tensor: Tensor) -> Tensor:
-        """Sum all ranks' tensors in place. A collective."""
-        dist.all_reduce(tensor)
-        return tensor
 
 
 class GatheredPasses:

@@ -13,15 +13,13 @@ Everything that reads full weights is a collective: every rank must call it, in 
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,20 +33,16 @@ from stretto.config.training_config import token_budget
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget, head_reader, unwrapped
 from stretto.models.layer_shards import Grid, divide
-from stretto.models.load import save_model
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import FullParameter, TensorShard, index
+from stretto.models.shards import index
 from stretto.models.tensor_parallel import Slices, full_parameters, plan_cuts
-from stretto.models.weights import fingerprint_of_parts
 from stretto.training.backprop import LocalBackprop, divided
+from stretto.training.divided import DividedModel, Division
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.shard_files import Pieces, Stored
-from stretto.training.trained import LearningRate, TrainedModel
+from stretto.training.shard_files import Stored
+from stretto.training.trained import LearningRate
 from stretto.types import Response, Stats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -60,7 +54,7 @@ exceeds 1 because allocators leave gaps, and later passes may be somewhat larger
 """
 
 
-class ShardedModel(TrainedModel):
+class ShardedModel(DividedModel):
     """A model cut into shards in place, and AdamW on this rank's shards.
 
     The full model comes to every rank, in evaluation mode. Its layers are gathered one by one when
@@ -69,11 +63,8 @@ class ShardedModel(TrainedModel):
     Parameters of another type than the model's stay undivided on every rank of a slice. If weights
     are left in files (:mod:`stretto.models.mapped`), no rank holds more than its own part and about
     one layer of its slice. With ``lends`` it publishes the shards themselves, as their readers are
-    done before they change. Otherwise it publishes copies.
-
-    Its state is that of a full model, with this rank's pieces of the tensors, and can be that of
-    any number of ranks when restored. Raises ModelError if the model cannot be cut into that many
-    slices.
+    done before they change. Otherwise it publishes copies. Raises ModelError if the model cannot
+    be cut into that many slices.
     """
 
     def __init__(
@@ -91,9 +82,9 @@ class ShardedModel(TrainedModel):
         self._head: Callable[[], OutputHead] | None = None
         if unwrapped(model).get_output_embeddings() is not None:
             self._head = head_reader(model)
-        self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
-        self.wholes = full_parameters(model, cuts.dims)
+        wholes = full_parameters(model, cuts.dims)
+        division = Division(model, wholes, grid.layout, grid.beside)
         self._partial = cuts.partial  # weights whose gradients are sums over slices
         self._root = divide(model, cuts, grid)
         for module in self._root.modules():
@@ -102,9 +93,7 @@ class ShardedModel(TrainedModel):
                 module.set_gradient_divide_factor(1.0)
         # During a pass, the model holds full slices in place of these parameters.
         self.parameters = dict(model.named_parameters())
-        self._own = grid.layout.own(self.wholes, grid.rank)
-        super().__init__(model, rate, config)
-        self._gate.agree = self._all_agree
+        super().__init__(model, division, rate, config)
         self._updates = 0
         self._reduces_once: bool | None = None  # unknown before the first update
 
@@ -242,106 +231,25 @@ class ShardedModel(TrainedModel):
                     master.grad = torch.zeros_like(master)
                 dist.all_reduce(master.grad, group=self.grid.rows)
 
-    def _all_agree(self, is_open: bool) -> bool:
-        closed = torch.tensor(float(not is_open), device=self.device)
-        dist.all_reduce(closed)
-        return closed.item() == 0
-
     # -- weights and state -----------------------------------------------------------------------
 
-    @property
-    def trained_wholes(self) -> dict[str, FullParameter]:
-        trained = set(self._names)
-        return {name: parameter for name, parameter in self.wholes.items() if name in trained}
-
     def shard(self, name: str) -> Tensor:
-        """Return this rank's part of a parameter. It shares memory."""
         return _local(self.parameters[name].detach())
-
-    def fingerprint(self) -> str:
-        return self._fingerprint_of(self.wholes)
-
-    def frozen_fingerprint(self) -> str:
-        """Return the fingerprint of the weights that are not trained. A collective."""
-        frozen = self.wholes.keys() - set(self._names)
-        return self._fingerprint_of({n: p for n, p in self.wholes.items() if n in frozen})
-
-    def _fingerprint_of(self, wholes: Mapping[str, FullParameter]) -> str:
-        shards = {name: self.shard(name) for name in wholes}
-        return fingerprint_of_parts(wholes, shards, self._own, self.grid.sum_)
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
         """Return this rank's parts of the trained weights, in the model's types unless lent. Omits
         parts that an earlier rank also holds. The ranks' parts together are the full weights.
         """
-        names = (name for name in self._names if name in self._own)
+        names = [name for name in self._names if name in self.division.own]
         if self._lends:
             return {name: self.shard(name) for name in names}
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in names}
-
-    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        no_weight = torch.empty(0)
-        return self._gathered(self._names, lambda name: tensors.get(name, no_weight))
-
-    def _gathered(self, names: Iterable[str], part: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Return full tensors by name, in the model's types, on the first rank's CPU."""
-        tensors = {}
-        for name in names:
-            parameter = self.wholes[name]
-            tensors[name] = self.grid.on_first(parameter, part(name).to(parameter.dtype))
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def pieces(self, tensors: Mapping[str, Tensor]) -> Pieces:
-        return {name: self._for_files(name, tensor) for name, tensor in tensors.items()}
-
-    def from_pieces(self, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
-        return {name: self._from_files(name, stored[name]) for name in stored if name in self._own}
-
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        model = self.copied()
-        if model is not None:
-            save_model(model, tokenizer, folder)
-
-    def copied(self, weights: Mapping[str, Tensor] | None = None) -> nn.Module | None:
-        """Copy the model with its own or a snapshot's full weights to the CPU. Returns ``None`` on
-        all ranks but the first. A collective that may run next to other work of the ranks, but not
-        during an update.
-        """
-        trained, no_weight = set(self._names if weights is not None else ()), torch.empty(0)
-
-        def part(name: str) -> Tensor:
-            if weights is not None and name in trained:
-                return weights.get(name, no_weight)
-            return self.shard(name)
-
-        gathered = self._gathered(self.parameters, part)
-        if dist.get_rank():
-            return None
-        parameters: dict[int, Any] = {
-            id(empty): nn.Parameter(gathered[name], empty.requires_grad)
-            for name, empty in self._empty.named_parameters()
-        }
-        return copy.deepcopy(self._empty, parameters)
-
-    def _for_files(self, name: str, tensor: Tensor) -> TensorShard:
-        full_shape = self.wholes[name].shape
-        if name in self._own:
-            return TensorShard(tensor, full_shape, self._own[name])
-        return TensorShard(tensor.new_empty(0), full_shape, ((0, 0),) * len(full_shape))
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
         box = self.grid.layout.bounds(self.wholes[name], self.grid.rank)
         part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
         return part.to(self.device)
-
-
-def _without_weights(model: nn.Module) -> nn.Module:
-    empty = {
-        id(p): nn.Parameter(p.to("meta", final_dtype(p)), p.requires_grad)
-        for p in model.parameters()
-    }
-    return copy.deepcopy(model, cast(dict[int, Any], empty))
 
 
 def _local(tensor: Any) -> Tensor:

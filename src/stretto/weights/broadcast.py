@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.layout import Bounds, Layout, full_bounds
+from stretto.layout import Bounds, Owners, full_bounds
 from stretto.models.shards import FullParameter, TensorPart, overlap, within
 from stretto.types import WeightsRef
 from stretto.weights.buckets import BucketPlan, PackedTensor, combined
@@ -32,8 +32,8 @@ class WeightSender(SharedChannel):
         self._sources: dict[str, tuple[list[dict[str, Bounds]], dict[str, torch.dtype]]] = {}
         self._begun: dict[tuple[str, int], Any] = {}  # device work that produced each version
 
-    def divide(self, model: str, trained: Mapping[str, FullParameter], layout: Layout) -> None:
-        bounds_by_rank = [layout.own(trained, rank) for rank in range(layout.ranks)]
+    def divide(self, model: str, trained: Mapping[str, FullParameter], owners: Owners) -> None:
+        bounds_by_rank = [owners.own(trained, rank) for rank in range(owners.ranks)]
         self._sources[model] = bounds_by_rank, {name: full.dtype for name, full in trained.items()}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:

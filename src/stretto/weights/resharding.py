@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.layout import Bounds, Layout
+from stretto.layout import Bounds, Layout, Owners
 from stretto.models.shards import FullParameter, TensorPart, overlap, shape, within
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import Arriving, WeightSender
@@ -50,7 +50,7 @@ class Resharding:
         self,
         sender: WeightSender,
         wholes: Mapping[str, FullParameter],
-        shards: Layout,
+        shards: Owners,
         slices: Layout,
         bucket_bytes: int,
         device: torch.device,
@@ -125,7 +125,7 @@ def _viewed(transfer: SliceTransfer, flat: Tensor) -> Tensor:
 
 def transfers(
     wholes: Mapping[str, FullParameter],
-    shards: Layout,
+    shards: Owners,
     slices: Layout,
     source: int,
     target: int,
