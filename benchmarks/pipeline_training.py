@@ -24,21 +24,20 @@ from stretto.models.backend import keep_freed_memory
 keep_freed_memory()  # before torch is imported, as the command line does
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
+from _pipelined import StageRank
 from _shared import parse
 from stretto.algorithms.experience import LossInputs
 from stretto.config import Config
 from stretto.models.forward import flat_places
-from stretto.models.heads import critic_from_actor
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
-from stretto.pipelines.executor.stages import Name
-from stretto.training import pipelined
+from stretto.pipelines.executor.stages import layout_of
 from stretto.training.losses import MicroBatch
 from stretto.training.pipelined import PipelinePlan, Planner
-from stretto.training.stage_trainer import StageTrainer
-from stretto.training.trained import LearningRate
+from stretto.workers.group import RankGroup
+from stretto.workers.rank import GroupSpec
 
 PROFILED = 4
 """Runs of which the fastest gives the latencies."""
@@ -71,9 +70,8 @@ def options() -> argparse.Namespace:
     return parse(parser, SMOKE)
 
 
-def make_models(args: argparse.Namespace) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def architecture_of(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=args.vocabulary,
         hidden_size=args.hidden,
         intermediate_size=4 * args.hidden,
@@ -82,9 +80,6 @@ def make_models(args: argparse.Namespace) -> tuple[Any, Any]:
         max_position_embeddings=args.tokens,
         tie_word_embeddings=True,
     )
-    actor: Any = LlamaForCausalLM(config)
-    actor.eval()
-    return actor, critic_from_actor(actor)
 
 
 def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> MicroBatch:
@@ -123,15 +118,12 @@ class Bench:
             "seconds": args.seconds,
         }
         self.config = Config.model_validate({"pipeline": settings})
-        self.layout = pipelined.layout_of(self.config.pipeline)
-        rate = LearningRate(1e-5, 1)
-        rates: dict[Name, LearningRate] = {"actor": rate, "critic": rate}
-        staged = pipelined.start(*make_models(args), self.config, rates, threads=args.ranks)
-        self.ranks = staged.ranks
+        self.layout = layout_of(self.config.pipeline)
+        made = architecture_of(args), self.config
+        self.ranks = RankGroup(GroupSpec(args.ranks, threads=1), StageRank, made).start()
 
     def run(self, plan: PipelinePlan, batches: Sequence[MicroBatch]) -> list[Timings]:
-        said = self.ranks.call(StageTrainer.run, plan.schedule, plan.problem, batches, 0.05, True)
-        return [timings for timings, _ in said]
+        return self.ranks.call(StageRank.run, plan, batches)
 
     def planner(self, schedule: str) -> Planner:
         config = self.config.pipeline.model_copy(update={"schedule": schedule})
@@ -142,7 +134,7 @@ class Bench:
         planners = {name: self.planner(name) for name in ("serial", "fused")}
         runs = [self.run(planners["serial"].plan(count), batches) for _ in range(PROFILED)]
         timings = min(runs, key=makespan_us)
-        kept = self.ranks.call(StageTrainer.saved_bytes, batches[0])
+        kept = self.ranks.call(StageRank.saved_bytes, batches[0])
         for planner in planners.values():
             planner.measure(profile(self.layout, timings, kept))
         plans = {name: planner.plan(count) for name, planner in planners.items()}

@@ -40,7 +40,8 @@ UPDATES = 10
 
 def models(kind: str) -> tuple[Any, Any]:
     """An actor and a critic, the same on every rank."""
-    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float64
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    dtype = dtypes.get(kind.split()[0], torch.float64)
     actor = qwen(dtype) if kind == "norms of heads" else llama(dtype=dtype, tied=kind != "untied")
     critic = critic_of(actor)
     if kind.endswith(("lora", "dora")):

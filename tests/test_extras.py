@@ -163,7 +163,7 @@ NOT_CORE = {
     "pipelines",
     "training.pipelined",
     "training.planner",
-    "training.stage_trainer",
+    "training.staged",
     "rollout.vllm",
     "serving.app",
     "serving.connections",

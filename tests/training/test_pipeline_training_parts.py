@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -19,24 +17,23 @@ from loss_helpers import inputs_of, mask_of
 from raising import raises
 from stretto.assembly import parts
 from stretto.assembly.controllers import share_cores
+from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
-from stretto.errors import LearnerError, ModelError, RankError
+from stretto.errors import ConfigError, LearnerError, ModelError, RankError
 from stretto.pipelines.executor.instructions import PipelineTask, Timings
-from stretto.pipelines.executor.stages import cut, for_sending
+from stretto.pipelines.executor.stages import layout_of
 from stretto.pipelines.problem import Problem
+from stretto.runtime.placement import places
 from stretto.runtime.run import start as start_run
+from stretto.saying import silent
 from stretto.training import pipelined
 from stretto.training.backprop import deal
 from stretto.training.losses import MicroBatch, copied_at_once
 from stretto.training.pipelined import Planner
-from stretto.training.shard_files import in_memory
 from stretto.training.trained import LearningRate, TrainedModel
-from stretto.workers.rank import GroupSpec
 from stretto.workers.threads import WorkerThread
-
-RATES: Any = dict.fromkeys(("actor", "critic"), LearningRate(1e-3, 10))
 
 # -- figures and measures ------------------------------------------------------------------------
 
@@ -59,16 +56,21 @@ RAN = [
 KEPT = [(10, 20), (30, 40)]
 
 
-class FakeRanks:
-    """Two ranks that say what they are told to."""
+class OneExecutor:
+    """An executor that says what it is told to, for both ranks."""
+
+    layout = layout_of(PipelineConfig(ranks=2))
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def call(self, method: Callable[..., Any], *_: Any) -> list[Any]:
-        self.asked.append(method.__name__)
-        metrics: dict[str, Any] = {"actor": pipelined.Metrics(), "critic": pipelined.Metrics()}
-        return KEPT if self.asked[-1] == "saved_bytes" else [(ran, metrics) for ran in RAN]
+    def run(self, *_: Any) -> Any:
+        self.asked.append("run")
+        return RAN
+
+    def saved_bytes(self, _: torch.Tensor) -> Any:
+        self.asked.append("saved_bytes")
+        return KEPT
 
 
 def test_every_seed_of_a_run_serves_the_search() -> None:
@@ -78,13 +80,24 @@ def test_every_seed_of_a_run_serves_the_search() -> None:
     assert plan.schedule
 
 
-def test_what_ranks_measured_is_planned_with_and_reported() -> None:
+def test_what_ranks_measured_is_planned_with_and_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What is gathered of all ranks is said by one here.
+    monkeypatch.setattr(
+        pipelined, "_of_all", lambda value: [value] if isinstance(value, dict) else value
+    )
     config = PipelineConfig(ranks=2, schedule="serial")
     planner = Planner(config, {"actor": 1, "critic": 1}, seed=0)
-    ranks: Any = FakeRanks()
-    passes = pipelined.PipelinedBackprop(
-        ranks, {}, planner, pipelined.layout_of(config), config, budget=1
-    )
+    ranks: Any = OneExecutor()
+    actor = llama()
+    rate, settings = LearningRate(1e-3, 10), Config().training
+    whole: Any = {
+        "actor": TrainedModel(actor, rate, settings),
+        "critic": TrainedModel(critic_of(actor), rate, settings),
+    }
+    losses: Any = None
+    passes = pipelined.PipelinedBackprop(whole, ranks, losses, planner, config, budget=1)
     parts = [a_micro_batch()]
     passes.run(parts, 0.1, trains_actor=True)
     assert passes.finish() == {
@@ -169,11 +182,6 @@ def test_micro_batches_are_dealt_to_and_fro() -> None:
 # -- what is refused, and when -------------------------------------------------------------------
 
 
-def start(actor: Any, critic: Any, **pipeline: Any) -> pipelined.PipelinedBackprop:
-    config = Config.model_validate({"pipeline": {"ranks": 2} | pipeline})
-    return pipelined.start(actor, critic, config, RATES, 2)
-
-
 def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +193,9 @@ def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
         config = Config.model_validate(
             {"warmup_examples": 1, "model": {"name": str(tiny_folder)}, "pipeline": given}
         )
+        prompts = parts.open_prompts(config, NO_OVERRIDES, silent)
         with ExitStack() as stack, raises(ModelError, "too-few-layers", fact):
-            start_run(config, stack, lambda _: None)
+            parts.trained_models(config, prompts, [], stack, silent, NO_OVERRIDES)
 
 
 def test_a_dry_run_counts_the_layers(tiny_folder: Path) -> None:
@@ -213,16 +222,22 @@ def test_a_model_without_a_trained_weight_is_refused() -> None:
     frozen = llama().requires_grad_(False)
     with raises(LearnerError, "nothing-to-train", "LlamaForCausalLM"):
         TrainedModel(frozen, LearningRate(1e-3, 1), config)
-    with raises(LearnerError, "nothing-to-train", "the critic"):
-        start(llama(), critic_of(llama()).requires_grad_(False))
 
 
-def test_models_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_cannot_be_sent_are_refused(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the ranks of stages, beside which the run is in one process."""
+
+    def start(**objects: Any) -> None:
+        config = Config.model_validate({"model": {"name": str(tiny_folder)}, "pipeline": STAGES})
+        with ExitStack() as stack:
+            start_run(config, stack, lambda _: None, Overrides(**objects))
+
     actor, critic = llama(), critic_of(llama())
-    handle = actor.model.layers[0].register_forward_hook(lambda module, given, output: output)
-    with raises(ModelError, "unpicklable-model", "<lambda>"):
-        start(actor, critic)
-    handle.remove()
+    actor.model.layers[0].register_forward_hook(lambda module, given, output: output)
+    with raises(ConfigError, "cannot-be-pickled", "<lambda>", "set pipeline.ranks = 0"):
+        start(actor=actor)
 
     class Mine(nn.Linear):
         pass
@@ -230,25 +245,24 @@ def test_models_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Mine, "__module__", "__main__")
     critic.score.__class__ = Mine
     with raises(ModelError, "class-in-script", "'score' of the critic", "Mine"):
-        start(actor, critic)
+        start(critic=critic)
+
+
+STAGES = {"ranks": 2}
 
 
 # -- threads, devices, errors --------------------------------------------------------------------
 
 
-def test_ranks_share_the_threads_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    class StartedError(Exception):
-        pass
-
-    def started(spec: GroupSpec, *_: Any, **__: Any) -> None:
-        raise StartedError(spec.threads)
-
-    monkeypatch.setattr(pipelined, "RankGroup", started)
-    config = Config.model_validate({"pipeline": {"ranks": 2}, "threads": 64})
+def test_ranks_share_the_threads_of_training() -> None:
     for threads, each in ((1, 1), (6, 3), (7, 3)):
-        with pytest.raises(StartedError) as caught:
-            pipelined.start(llama(), critic_of(llama()), config, RATES, threads)
-        assert caught.value.args == (each,)
+        config = Config.model_validate({"pipeline": {"ranks": 2}, "threads": threads})
+        learner, other = places(config, cores=64, gpus=0)
+        assert (learner.threads, learner.devices) == (each, ("cpu", "cpu"))
+        assert other.threads == threads
+        assert [placed.role for placed in other.roles] == ["generator", "reference", "critic"]
+    overlapping = Config.model_validate({"pipeline": {"ranks": 2}, "schedule": {"preset": "async"}})
+    assert len(places(overlapping, cores=64, gpus=0)) == 4
 
 
 @pytest.mark.parametrize(
@@ -265,37 +279,6 @@ def test_what_trains_beside_generation_gets_its_share(
 ) -> None:
     config = Config.model_validate({"threads": 16, "schedule": schedule})
     assert share_cores(config.schedule, config.rollout.engines, 16).training == threads
-
-
-def test_a_stage_is_sent_with_its_own_weights() -> None:
-    stage = cut(llama(), 2, 1)
-    sent = for_sending(stage)
-    own = dict(stage.named_parameters())
-    for name, weight in sent.named_parameters():
-        assert weight.data_ptr() == own[name].data_ptr()  # nothing is copied on a CPU
-        assert weight.requires_grad == own[name].requires_grad
-    hidden = torch.randn(1, 3, 16)
-    assert sent(hidden).equal(stage(hidden))
-    assert sent.head.weight is sent.lm_head.weight
-    assert sent.names == stage.names
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_from_a_gpu_copies_are_sent() -> None:
-    model = llama().cuda()
-    stage = cut(model, 2, 0)
-    sent = pickle.loads(pickle.dumps(for_sending(stage)))
-    assert {t.device.type for t in (*sent.parameters(), *sent.buffers())} == {"cpu"}
-    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
-    trained = TrainedModel(stage, LearningRate(1e-3, 1), Config().training)
-    stage(torch.ones(1, 3, dtype=torch.long, device="cuda")).sum().backward()
-    trained.update()
-    state = in_memory(trained.state_dict())
-    moments = next(iter(state["moments"].values()))
-    tensors = [*state["masters"].values(), *moments.values()]
-    assert {t.device.type for t in tensors} == {"cpu"}
-    trained.load_state_dict(state)
 
 
 def test_a_lane_that_has_failed_tells_all() -> None:

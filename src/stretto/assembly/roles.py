@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -40,10 +41,9 @@ from stretto.tasks.prompts import PromptSource
 from stretto.training.backprop import Backprop, LocalBackprop
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
-from stretto.training.trained import LearningRate, Trained, TrainedModel
+from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
-from stretto.workers.group import RankGroup
 
 MEMORY_SHARE = 0.15
 """Share of the free memory for the KV cache of one scorer."""
@@ -341,22 +341,21 @@ class RoleFactory:
         self,
         actor: nn.Module,
         critic: nn.Module | None,
-        stack: ExitStack,
         *,
         snapshots: Sequence[str],
         channel: SharedChannel,
-        threads: int,
         lends: bool = False,
         grid: Grid | None = None,
-    ) -> tuple[PolicyLearner, RankGroup | None]:
-        """Build the learner and its ranks, if it has any.
+        stages_on: torch.device | None = None,
+    ) -> PolicyLearner:
+        """Build the learner, or a rank's part of it.
 
         Args:
             snapshots: models that the channel copies to the roles that follow them.
             channel: receives the weights.
-            threads: CPU threads of training, shared by all ranks.
             lends: whether roles that follow read shards themselves instead of copies.
             grid: the ranks that hold shards of the models, including this process, if any.
+            stages_on: this rank's device, if ranks hold pipeline stages of the models.
         """
         config = self.config
         t = config.training
@@ -373,18 +372,16 @@ class RoleFactory:
                 backend.use_liger_kernel(model)
             if config.model.torch_compile:
                 backend.compile_layers(model)
-        ranks: RankGroup | None = None
-        first: Trained
-        second: Trained | None
+        first: TrainedModel
+        second: TrainedModel | None
         backprop: Backprop
-        if config.pipeline.ranks and critic is not None and grid is None:
+        if stages_on is not None and critic is not None:
             # Imported here, because planning loads a compiler that nothing else needs.
             from stretto.training import pipelined
 
-            staged = pipelined.start(actor, critic, config, rates, threads)
-            stack.callback(staged.ranks.close)
+            staged = pipelined.make(actor, critic, config, rates, stages_on)
             first, second = staged.models["actor"], staged.models["critic"]
-            backprop, ranks = staged, staged.ranks
+            backprop = staged
         elif grid is not None:
             from stretto.training.sharded import ShardedBackprop, ShardedModel
 
@@ -400,7 +397,6 @@ class RoleFactory:
             first, second = actor_model, critic_model
             backprop = LocalBackprop(actor_model, critic_model, losses, t.microbatch_tokens)
         factors = config.reward.factors
-        learner = PolicyLearner(
+        return PolicyLearner(
             first, second, backprop, config, factors, snapshots=snapshots, channel=channel
         )
-        return learner, ranks

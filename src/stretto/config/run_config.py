@@ -75,7 +75,20 @@ class Config(Section):
 
     @property
     def runtime_kind(self) -> RuntimeKind:
-        return RUNTIMES[self.runtime]
+        """Pipelines need processes: with 'inline' the learner's ranks, and one for other roles."""
+        return RUNTIMES["local" if self.has_stages_inline else self.runtime]
+
+    @property
+    def has_stages_inline(self) -> bool:
+        return self.runtime == "inline" and self.pipeline.ranks > 0
+
+    @property
+    def learner_layout(self) -> Layout:
+        """The layout of the learner's ranks. If pipelines divide its models, that of the actor."""
+        p = self.pipeline
+        if p.ranks:
+            return Layout(dp=p.pipelines("actor"), pp=p.stages("actor"))
+        return self.cluster.learner_layout
 
     @property
     def is_elsewhere(self) -> bool:
@@ -323,8 +336,8 @@ class Config(Section):
             "has no critic; set pipeline.ranks = 0, or algorithm.name = 'ppo'"
         )
         broken["pipeline-with-remote-code"] = self.model.trust_remote_code and (
-            f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which lack "
-            "the code of model.trust_remote_code; set one of them to 0 or false"
+            f"pipeline.ranks = {p.ranks} cuts models by transformers' plan of their parts, which "
+            "code of model.trust_remote_code lacks; set one of them to 0 or false"
         )
         needed, responses = p.micro_batches or p.multiple, self.rollout.batch // minibatches
         broken["fewer-responses-than-micro-batches"] = responses < needed and (

@@ -64,7 +64,7 @@ def _let_passes_skip_the_search() -> None:
 
 def use_short_attention(model: Any) -> None:
     """Let a model use this attention where it used torch's, for calls that it covers."""
-    if model.config._attn_implementation == "sdpa":
+    if model.config._attn_implementation in ("sdpa", NAME):
         register()
         model.set_attn_implementation(NAME)
 

@@ -119,12 +119,6 @@ class Backend:
     def pack_sequences(self, model: nn.Module) -> None:
         """Let a model that only trains lay sequences end to end, where that is faster."""
 
-    def rank_device(self, rank: int) -> torch.device:
-        return self.device
-
-    def most_ranks(self) -> int | None:
-        return None
-
     def free_bytes(self) -> int:
         return int(psutil.virtual_memory().available)
 
@@ -257,12 +251,6 @@ class CudaBackend(Backend):
         bits = final_dtype(next(model.parameters())).itemsize == 2
         if bits and torch.cuda.get_device_capability(self.device) >= (8, 0):
             use_packed_attention(unwrapped(model))
-
-    def rank_device(self, rank: int) -> torch.device:
-        return torch.device("cuda", rank)
-
-    def most_ranks(self) -> int | None:
-        return torch.cuda.device_count()
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])

@@ -329,9 +329,9 @@ class RunMemory:
     def _communicators(
         self, place: ProcessPlacement, placements: Sequence[ProcessPlacement]
     ) -> int:
-        learner = self.config.cluster.learner_layout
+        learner = self.config.learner_layout
         trains = any(seat.role == LEARNER for seat in place.roles)
-        ways = (learner.fsdp, learner.tp) if trains else (len(place.devices),)
+        ways = (learner.pp, learner.fsdp, learner.tp) if trains else (len(place.devices),)
         follows = any(seat.scorer in ("", "critic") for seat in place.roles)
         return sum(ranks > 1 for ranks in ways) + (follows and len(placements) > 1)
 
@@ -343,9 +343,9 @@ class RunMemory:
         versions: int,
         room: Callable[[str], int],
     ) -> None:
-        c, layout = self.config, self.config.cluster.learner_layout
+        c, layout = self.config, self.config.learner_layout
         rests = place.offload and place.device != "cpu"
-        inline, copies = not c.runtime_kind.has_processes, layout.ranks == 1
+        inline, copies = not c.runtime_kind.has_processes, layout.fsdp * layout.tp == 1
         reads: Literal["", "frozen", "all"] = ""
         if inline:
             reads = "frozen" if c.schedule.knobs.copies_weights else "all"
@@ -424,7 +424,8 @@ class RunMemory:
         if seat.scorer == "critic":
             alone = not versions or seat.layout or not model.cuts_into(len(seat.ranks))
             shares = layout.ranks > 1 and not self.config.schedule.knobs.lag and bool(alone)
-        trains = any(other.role == LEARNER for other in place.roles)
+        roles = [other.role for other in place.roles]
+        trains = LEARNER in roles and not self.config.pipeline.ranks  # no full model in stages
         fits = trains and seat.layout in (None, layout)
         return fits and shares and seat.scorer in ("reference", "critic")
 

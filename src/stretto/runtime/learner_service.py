@@ -18,6 +18,7 @@ from torch import nn
 from stretto import files
 from stretto.assembly.parts import open_prompts, trained_models
 from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.config.cluster_config import LEARNER
 from stretto.errors import StateError
 from stretto.files import FileSum
@@ -28,9 +29,8 @@ from stretto.runtime.process_messages import SENDER, TRAINED, Offer, Ready, Role
 from stretto.runtime.state import claim_of, copied, fit, size_of
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
+from stretto.training.divided import DividedModel
 from stretto.training.learner import PolicyLearner
-from stretto.training.sharded import ShardedModel
-from stretto.training.trained import TrainedModel
 from stretto.types import (
     FloatArray,
     IntArray,
@@ -216,7 +216,8 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     setup.prepare()
     _grow_segments(setup)
     device, ranks = pick_device(setup.config.model.device), dist.get_world_size()
-    grid = setup.grid(setup.config.cluster.learner_layout) if ranks > 1 else None
+    shards = ranks > 1 and not setup.config.pipeline.ranks
+    grid = setup.grid(setup.config.learner_layout) if shards else None
     setup = setup.for_loading()
     config, overrides = setup.config, setup.overrides
     stack, notes = ExitStack(), list[str]()
@@ -237,28 +238,32 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     frozen = frozen_mark(models.actor)
     keep = 1 if setup.shares_weights else config.schedule.knobs.lag + 2
     sender = setup.shared[SENDER] = WeightSender(device, config.cluster.bucket_mb << 20, keep)
-    learner_role, _ = factory.make_learner(
+    learner_role = factory.make_learner(
         models.actor,
         models.critic,
-        stack,
         snapshots=["actor", "critic"] if models.critic else ["actor"],
         channel=sender,
-        threads=setup.threads or torch.get_num_threads(),
         lends=setup.shares_weights,
         grid=grid,
+        stages_on=device if config.pipeline.ranks else None,
     )
     setup.shared[TRAINED] = learner_role.trained
     for name, model in learner_role.trained.items():
-        if isinstance(model, ShardedModel):
-            sender.divide(name, model.trained_wholes, config.cluster.learner_layout)
+        if isinstance(model, DividedModel):
+            sender.divide(name, model.trained_wholes, model.division.owners)
     ready = Ready({}, frozen, notes, learner_role.trained["actor"].dtype)
     rank = dist.get_rank()
+    setup = replace(setup, overrides=NO_OVERRIDES)  # frees a model that the caller brought
     service = LearnerService(
         learner_role, sender, prompts, ready, probe, rank, ranks, setup.give_back
     )
     service.offloaded = _offloaded(learner_role, setup)
     service._ready = replace(ready, refs=service.offered())
-    del models, rewards  # frees models that are no longer needed, for example the reference
+    del (
+        models,
+        rewards,
+        overrides,
+    )  # frees models that are no longer needed, for example the reference
     setup.give_back()
     return service
 
@@ -279,7 +284,7 @@ def _grow_segments(setup: RoleSetup) -> None:
 
 def _offloaded(learner: PolicyLearner, setup: RoleSetup) -> OffloadedTensors | None:
     """Offload the tensors of updates. The first update of each step waits for their return."""
-    models = [model for model in learner.trained.values() if isinstance(model, TrainedModel)]
+    models = [*learner.trained.values()]
     offloaded = setup.offloaded(
         LEARNER, lambda: chain.from_iterable(model.of_updates() for model in models)
     )

@@ -89,10 +89,12 @@ def places(
         seats = tuple(RolePlacement(role, role if role in models else "") for role in role_names)
         only_device = _device("", 0, 0, min(gpus, 1))
         return [ProcessPlacement("stretto", seats, config.threads, (only_device,))]
-    hosted = knobs.hosts_scorers(engines)
-    shares = share_cores(config.schedule, engines, cores) if knobs.overlaps(engines) else None
+    overlaps = knobs.overlaps(engines)
+    in_turns = config.has_stages_inline and not overlaps
+    hosted = knobs.hosts_scorers(engines) or in_turns
+    shares = share_cores(config.schedule, engines, cores) if overlaps else None
     placements: list[ProcessPlacement] = []
-    for process in _processes(config.cluster, engines, models, hosted=hosted):
+    for process in _processes(_with_stages(config), engines, models, hosted=hosted):
         roles = _roles(process, engines, models)
         ranks, threads = process.ranks, process.threads
         if not threads and shares:
@@ -116,6 +118,18 @@ def places(
     if knobs.migrates(engines):
         _check_generators(engines, placements)
     return placements
+
+
+def _with_stages(config: Config) -> ClusterConfig:
+    """Return the processes by hand, with as many ranks of the learner as its pipelines have."""
+    cluster, stages = config.cluster, config.pipeline.ranks
+    if not stages:
+        return cluster
+    learner = cluster.process_of(LEARNER)
+    other_processes = [process for process in cluster.processes if process is not learner]
+    layouts = {**learner.layout, LEARNER: config.learner_layout}
+    staged = learner.model_copy(update={"ranks": stages, "layout": layouts})
+    return cluster.model_copy(update={"processes": (staged, *other_processes)})
 
 
 def _processes(
@@ -332,7 +346,7 @@ def _check_devices(placements: Sequence[ProcessPlacement], gpus: int) -> None:
         if process.device != "cpu" and len(set(process.devices)) < len(process.devices):
             raise ConfigError(
                 f"'{process.name}' has {len(process.devices)} ranks, and there are {gpus} GPUs; "
-                "lower ranks in cluster.processes, or set model.device = 'cpu'",
+                "lower ranks in cluster.processes, or pipeline.ranks, or set model.device = 'cpu'",
                 "too-few-gpus",
             )
         for device in process.devices:

@@ -17,12 +17,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from stretto import outside
 from stretto.assembly.run_models import Device, Overrides
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster_config import LEARNER
-from stretto.errors import ConfigError, first_line
+from stretto.errors import ConfigError, ModelError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device
 from stretto.protocols import Clock
@@ -63,8 +64,7 @@ class ProcessWorkers:
         first: Sequence[Prompt],  # some of the run's prompts
         folder: Path | None,  # the run's folder
     ) -> None:
-        lora, stages = config.model.lora_rank > 0, config.pipeline.ranks
-        _check(config.cluster, stages, overrides, lora=lora, runtime=config.runtime)
+        _check(config, overrides)
         algorithm = outside.absolute(config.algorithm.name)  # Ray's processes have other folders
         self._config = config.changed_in("algorithm", name=algorithm)
         self._stack = stack
@@ -197,7 +197,7 @@ class ProcessWorkers:
             raise ConfigError(
                 f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
                 "Define its classes at the top of a module, name folders instead of objects, or "
-                "set runtime = 'inline'",
+                f"{_one_process(self._config)}",
                 "cannot-be-pickled",
             ) from error
 
@@ -233,6 +233,8 @@ class ProcessWorkers:
             check=partial(self._compare, names),
             replaceable=all(placed.role != LEARNER for placed in process.roles),
         )
+        if self._config.observe.checkpoints and not group.replaceable:
+            group.remedy = "resume from the last checkpoint, if one was written"
         self._stack.callback(group.close)
         return group
 
@@ -368,7 +370,11 @@ class RayLauncher(Launcher):
         return int(cluster.gpus) if cluster else 0
 
 
-LAUNCHERS: Mapping[str, type[Launcher]] = {"local": Launcher, "ray": RayLauncher}
+LAUNCHERS: Mapping[str, type[Launcher]] = {
+    "inline": Launcher,  # of a learner with pipeline stages
+    "local": Launcher,
+    "ray": RayLauncher,
+}
 """Launchers by runtime."""
 
 
@@ -411,30 +417,56 @@ class MemoryWatch:
         return {name: size for name, size in metrics.items() if size}
 
 
-def _check(
-    config: ClusterConfig, stages: int, overrides: Overrides, *, lora: bool, runtime: str
-) -> None:
-    layout = config.learner_layout
-    if layout.ranks > 1 and stages:
+def _check(config: Config, overrides: Overrides) -> None:
+    layout, stages = config.cluster.learner_layout, config.pipeline.ranks
+    process = config.cluster.process_of(LEARNER)
+    by_hand = layout.ranks > 1 and (LEARNER in process.layout or process.ranks != stages)
+    if stages and by_hand:
         raise ConfigError(
             f"pipeline.ranks = {stages} trains through stages, and cluster.processes divides the "
             f"learner by layout.learner = {layout}; set one or the other",
             "stages-and-shards",
         )
-    if layout.ranks > 1 and (overrides.actor is not None or overrides.critic is not None):
+    by_object = overrides.actor is not None or overrides.critic is not None
+    if layout.ranks > 1 and not stages and by_object:
         raise ConfigError(
             f"cluster.processes: layout.learner = {layout} trains shards in other processes, and a "
             "model that the caller brings as an object is trained in place; name its folder, or "
             "set ranks = 1",
             "object-in-shards",
         )
-    if lora and overrides.actor is not None:
+    if config.model.lora_rank and overrides.actor is not None:
+        setting = f"pipeline.ranks = {stages}" if stages else f"runtime = '{config.runtime}'"
         raise ConfigError(
-            f"runtime = '{runtime}' trains adapters in another process, and cannot merge "
-            "them into a model that the caller brings as an object; name its folder, or set "
-            "runtime = 'inline'",
+            f"{setting} trains adapters in another process, and cannot merge "
+            "them into a model that the caller brings as an object; name its folder, or "
+            f"{_one_process(config)}",
             "adapters-of-object",
         )
+    rewards = {f"reward model '{n}'": model for n, (model, _) in overrides.reward_models.items()}
+    models = {"actor": overrides.actor, "critic": overrides.critic, **rewards}
+    for name, model in models.items():
+        _check_importable(name, model, _one_process(config))
+
+
+def _check_importable(name: str, model: nn.Module | None, remedy: str) -> None:
+    modules = [] if model is None else [*model.named_modules()]
+    for path, module in modules:
+        module_class = type(module)
+        if module_class.__module__ == "__main__":
+            raise ModelError(
+                f"'{path}' of the {name} is of the class '{module_class.__qualname__}', which is "
+                "defined in the script that runs; other processes cannot import it. Move its "
+                f"classes to a module, or {remedy}",
+                "class-in-script",
+            )
+
+
+def _one_process(config: Config) -> str:
+    """Return the remedy for objects that other processes cannot have."""
+    settings = [] if config.runtime == "inline" else ["runtime = 'inline'"]
+    settings += ["pipeline.ranks = 0"] if config.pipeline.ranks else []
+    return f"set {' and '.join(settings)}"
 
 
 def _rank_names(process: ProcessPlacement) -> list[str]:

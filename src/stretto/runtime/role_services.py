@@ -17,14 +17,17 @@ from torch import nn
 from stretto.assembly.parts import open_prompts, warmed_up
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import make_actor, with_adapters
+from stretto.config import Config
 from stretto.errors import EngineError
-from stretto.layout import Layout
+from stretto.layout import Layout, Owners
 from stretto.models.backend import pick_device
+from stretto.models.forward import unwrapped
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
 from stretto.models.shards import FullParameter
 from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
+from stretto.pipelines.executor.stages import StageOwners, layout_of
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.process_messages import SENDER, Loaded, MoveRates, Ready, RoleSetup
@@ -295,8 +298,8 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
     """Make a receiver of the unsharded trained weights of a model like this one."""
-    theirs = setup.config.cluster.learner_layout
-    wholes = _trained_wholes(model, theirs.tp)
+    theirs = _owners(model, setup.config)
+    wholes = _trained_wholes(model, setup.config.learner_layout.tp)
     return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(setup.config.model.device),
@@ -307,13 +310,13 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Shard a model in place if there are several ranks, and make the receiver of its weights."""
-    sender_layout, slices = setup.config.cluster.learner_layout, len(setup.ranks)
-    wholes = _trained_wholes(model, max(sender_layout.tp, slices))
+    theirs, slices = _owners(model, setup.config), len(setup.ranks)
+    wholes = _trained_wholes(model, max(setup.config.learner_layout.tp, slices))
     cut(model, setup)
     device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
     if SENDER in setup.shared:
         copies = Layout(dp=dist.get_world_size() // slices, tp=slices)
-        return Resharding(setup.shared[SENDER], wholes, sender_layout, copies, bucket_bytes, device)
+        return Resharding(setup.shared[SENDER], wholes, theirs, copies, bucket_bytes, device)
     local_layout = Layout(tp=slices)
     bounds = {
         n: local_layout.bounds(replace(w, by_rows=False), setup.rank) for n, w in wholes.items()
@@ -322,9 +325,17 @@ def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
         {n: p for n, p in model.named_parameters() if n in wholes},
         device,
         bucket_bytes,
-        [sender_layout.own(wholes, rank) for rank in range(sender_layout.ranks)],
+        [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
         bounds,
     )
+
+
+def _owners(model: nn.Module, config: Config) -> Owners:
+    """Return who trains and sends which parts of a model: shards, or pipeline stages."""
+    if not config.pipeline.ranks:
+        return config.learner_layout
+    is_actor = unwrapped(model).get_output_embeddings() is not None
+    return StageOwners.of(model, "actor" if is_actor else "critic", layout_of(config.pipeline))
 
 
 def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:

@@ -157,8 +157,12 @@ def _divided(
 
 
 def _learners(setup: RoleSetup, name: str) -> TrainedModel | None:
-    """Return a model of the learner in these ranks, if it has the scorer's layout."""
+    """Return a model of the learner in these ranks, if it has the scorer's layout. Stages have not:
+    they run no passes of a full model.
+    """
     model = setup.shared.get(TRAINED, {}).get(name)
+    if setup.config.pipeline.ranks:
+        return None
     layout = model.grid.layout if isinstance(model, ShardedModel) else Layout()
     fits = isinstance(model, TrainedModel) and setup.layout in (None, layout)
     return model if fits else None

@@ -53,7 +53,6 @@ class ThreadWorkers:
         prompts: PromptSource,
     ) -> None:
         self._config, self._opened = config, list[WorkerThread]()
-        self._end_ranks: Callable[[], None] = lambda: None
         self.executors: dict[str, ThreadExecutor] = {}
         stack.callback(self.release)
         stack.callback(self.close)
@@ -89,18 +88,13 @@ class ThreadWorkers:
                 thread = self._threads["scorers" if host is None else generator_names(engines)[i]]
                 self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
         trained = ["actor", "critic"] if critic else ["actor"]
-        with working(say, "starting the learner"):  # may start processes for pipeline stages
-            learner, ranks = factory.make_learner(
+        with working(say, "starting the learner"):
+            learner = factory.make_learner(
                 actor,
                 critic,
-                stack,
                 snapshots=trained if knobs.copies_weights else (),
                 channel=channel,
-                threads=share_cores(config.schedule, engines, self._cores).training,
             )
-        if ranks is not None:  # an idle rank that dies must end the run at once
-            self._end_ranks = ranks.close
-            ranks.watch(self._fail)
         refs, dtype = (
             learner.offer() if knobs.copies_weights else {},
             learner.trained["actor"].dtype,
@@ -121,7 +115,6 @@ class ThreadWorkers:
         threads, self._opened = self._opened, []
         for thread in threads:
             thread.interrupt()
-        self._end_ranks()  # a thread that waits for them cannot be interrupted
         until_s = time.monotonic() + PATIENCE_S
         for thread in threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
@@ -158,7 +151,3 @@ class ThreadWorkers:
         thread = WorkerThread(name, threads, **options)
         self._opened.append(thread)
         return thread
-
-    def _fail(self, error: Exception) -> None:
-        for thread in self._opened:
-            thread.fail(error)

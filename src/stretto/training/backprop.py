@@ -44,7 +44,7 @@ class Backprop(Protocol):
         ...
 
     def finish(self) -> Stats:
-        """Copy new weights to the full models after a step's last update, and return metrics."""
+        """Return metrics of the passes since the last call, after a step's last update."""
         ...
 
 
@@ -92,7 +92,7 @@ class LocalBackprop:
         return [run_pass() for run_pass in passes]
 
     def finish(self) -> Stats:
-        return {}  # passes run on the models themselves
+        return {}
 
 
 def _passes(

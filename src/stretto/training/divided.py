@@ -110,9 +110,9 @@ class DividedModel(TrainedModel):
         return self._fingerprint_of({n: p for n, p in self.wholes.items() if n not in trained})
 
     def _fingerprint_of(self, wholes: Mapping[str, FullParameter]) -> str:
-        own, nothing = self.division.own, torch.empty(0, device=self.device)
-        parts = {n: self.shard(n).to(self.device) if n in own else nothing for n in wholes}
-        return fingerprint_of_parts(wholes, parts, own, _sum)
+        bounds, nothing = self.division.own, torch.empty(0, device=self.device)
+        parts = {n: self.shard(n).to(self.device) if n in bounds else nothing for n in wholes}
+        return fingerprint_of_parts(wholes, parts, bounds, _sum)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         no_weight = torch.empty(0)
@@ -129,8 +129,8 @@ class DividedModel(TrainedModel):
         return {name: self._for_files(name, tensor) for name, tensor in tensors.items()}
 
     def from_pieces(self, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
-        own = self.division.own
-        return {name: self._from_files(name, stored[name]) for name in stored if name in own}
+        bounds = self.division.own
+        return {name: self._from_files(name, stored[name]) for name in stored if name in bounds}
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         model = self.copied()
@@ -143,12 +143,12 @@ class DividedModel(TrainedModel):
         during an update.
         """
         trained: Iterable[str] = self.division.trained if weights is not None else ()
-        own, no_weight = self.division.own, torch.empty(0)
+        bounds, no_weight = self.division.own, torch.empty(0)
 
         def part(name: str) -> Tensor:
             if weights is not None and name in trained:
                 return weights.get(name, no_weight)
-            return self.shard(name) if name in own else no_weight
+            return self.shard(name) if name in bounds else no_weight
 
         gathered = self._gathered(self.wholes, part)
         if dist.get_rank():
@@ -161,9 +161,9 @@ class DividedModel(TrainedModel):
         return copy.deepcopy(empty, parameters)
 
     def _for_files(self, name: str, tensor: Tensor) -> TensorShard:
-        full_shape, own = self.wholes[name].shape, self.division.own
-        if name in own:
-            return TensorShard(tensor, full_shape, own[name])
+        full_shape, bounds = self.wholes[name].shape, self.division.own
+        if name in bounds:
+            return TensorShard(tensor, full_shape, bounds[name])
         return TensorShard(tensor.new_empty(0), full_shape, ((0, 0),) * len(full_shape))
 
     def _all_agree(self, is_open: bool) -> bool:

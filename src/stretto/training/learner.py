@@ -24,7 +24,7 @@ from stretto.training.agreement import Agreement, differences, is_coarse
 from stretto.training.backprop import Backprop
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import MicroBatch
-from stretto.training.trained import Trained
+from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, Response, TrainBatch, TrainStepOutput, WeightsRef
 from stretto.weights.channel import SharedChannel
 
@@ -53,8 +53,8 @@ class PolicyLearner(Stateful):
 
     def __init__(
         self,
-        actor: Trained,
-        critic: Trained | None,
+        actor: TrainedModel,
+        critic: TrainedModel | None,
         backprop: Backprop,
         config: Config,
         reward_weights: Mapping[str, float],
@@ -66,7 +66,7 @@ class PolicyLearner(Stateful):
         self._critic = critic
         self.backprop = backprop
         self.config = config
-        self.trained: Mapping[str, Trained] = {"actor": actor}
+        self.trained: Mapping[str, TrainedModel] = {"actor": actor}
         if critic:
             self.trained = {"actor": actor, "critic": critic}
         for name in snapshots:

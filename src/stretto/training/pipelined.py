@@ -1,153 +1,76 @@
-"""Training through fused pipelines, from the learner's side: the stages run in other processes.
+"""Training through fused pipelines: every rank holds a stage of the actor and one of the critic.
 
-This process keeps both full models to generate, score and save. The ranks hold the stages under
-training, with their masters and AdamW. A mini-batch goes to them as tensors. They return metrics
-and norms, and at the end of a step the new weights.
+All ranks have the same learner, and get the same calls with the same batches (SPMD), as ranks that
+hold shards do (:mod:`stretto.training.sharded`). Each rank runs its own tasks of a schedule that
+covers all ranks, and takes part in the sums of metrics and norms.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.algorithms.reductions import Metrics
 from stretto.config import Config, PipelineConfig
 from stretto.config.training_config import token_budget
-from stretto.errors import ConfigError, ModelError
-from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget
+from stretto.models.mapped import take
+from stretto.models.tensor_parallel import full_parameters
 from stretto.pipelines.baselines import one_f_one_b
+from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
 from stretto.pipelines.executor.stages import (
     NAMES,
     Name,
-    StageLayout,
+    StageOwners,
     check_stages,
     cut,
-    for_sending,
+    layout_of,
 )
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import SEEDS, solve
 from stretto.training.backprop import divided
+from stretto.training.divided import Division
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.shard_files import in_memory
-from stretto.training.stage_trainer import BY_NAME, Names, StageTrainer, renamed
-from stretto.training.trained import (
-    LearningRate,
-    Snapshots,
-    Trained,
-    require_finite_norm,
-    require_trained,
-)
+from stretto.training.staged import StageModel
+from stretto.training.trained import LearningRate, require_trained
 from stretto.types import Stats
-from stretto.workers.group import RankGroup
-from stretto.workers.rank import GroupSpec
-from stretto.workers.threads import Method
+
+T = TypeVar("T")
 
 MEASURED_RUN = 2
 """The mini-batch whose latencies are measured. The first is slow for unrelated reasons."""
 
-WORDS: Mapping[Callable[..., Any], str] = {
-    StageTrainer.hold: "the transfer of stages",
-    StageTrainer.run: "the passes of a mini-batch",
-    StageTrainer.saved_bytes: "the measuring of memory",
-    StageTrainer.update: "an update of the weights",
-    StageTrainer.skip: "an update of the weights",
-    StageTrainer.weights: "the transfer of new weights",
-    StageTrainer.state: "the transfer of the state",
-    StageTrainer.load: "the transfer of a saved state",
-}
-"""Names of the :class:`~stretto.training.stage_trainer.StageTrainer`'s methods in messages."""
-
-
-class StagedModel(Trained):
-    """A model whose stages are trained by ranks. Its state has the form of a
-    :class:`TrainedModel`'s, so that a run can resume with any number of ranks, or none. ``names``
-    holds the trained parameters of each stage.
-    """
-
-    def __init__(
-        self, name: Name, model: nn.Module, ranks: RankGroup, names: Sequence[Names], lr: float
-    ) -> None:
-        super().__init__(model)
-        self._name = name
-        self._ranks = ranks
-        self._names = names
-        self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._snapshots = Snapshots(self._weights)
-        self._lr, self._behind = lr, False
-
-    @property
-    def lr(self) -> float:
-        return self._lr
-
-    def update(self) -> float:
-        """Take an optimizer step on the ranks. :meth:`fetch` then updates the full model."""
-        norm, self._lr = self._ranks.call(StageTrainer.update, self._name)[0]
-        self._behind = True
-        require_finite_norm(norm)
-        return float(norm)
-
-    def skip(self) -> None:
-        self._lr = float(self._ranks.call(StageTrainer.skip, self._name)[0])
-
-    @torch.no_grad()
-    def fetch(self) -> None:
-        """Copy the stages' weights to the full model, if they have changed."""
-        if not self._behind:
-            return
-        new: dict[str, Tensor] = {}
-        for names, weights in self._of_stages(StageTrainer.weights):
-            new |= {names[local_name]: weight for local_name, weight in weights.items()}
-        with self._gate.passing():  # shutdown must find the weights of a single step
-            torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
-        self._behind = False
-
-    def state_dict(self) -> dict[str, Any]:
-        stages = [renamed(state, names) for names, state in self._of_stages(StageTrainer.state)]
-        merged = {part: {n: v for s in stages for n, v in s[part].items()} for part in BY_NAME}
-        in_order = {name: name for name in self._weights}
-        return renamed({**stages[0], **merged}, in_order)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        own_names = ({full: local for local, full in names.items()} for names in self._names)
-        parts = ((self._name, in_memory(renamed(state, names))) for names in own_names)
-        self._lr = float(self._ranks.call_each(StageTrainer.load, parts)[0])
-        self._behind = True
-        self.fetch()
-
-    def _of_stages(self, method: Method[Name, Any]) -> list[tuple[Names, Mapping[str, Any]]]:
-        replies = self._ranks.call(method, self._name)
-        return [(n, s) for n, s in zip(self._names, replies, strict=True) if s is not None]
-
 
 class PipelinedBackprop:
-    """Runs the passes of both models together, by a schedule. Latencies are measured in the second
-    mini-batch, and new schedules are made for them. If a mini-batch has fewer responses than there
-    are pipelines, blank micro-batches fill the rest. ``budget`` limits a micro-batch's tokens if
-    the settings do not give a number of micro-batches.
+    """Runs this rank's passes of both models, by a schedule of all ranks. Latencies are measured in
+    the second mini-batch, and new schedules are made for them. If a mini-batch has fewer responses
+    than there are pipelines, blank micro-batches fill the rest. ``budget`` limits a micro-batch's
+    tokens if the settings do not give a number of micro-batches.
     """
 
     def __init__(
         self,
-        ranks: RankGroup,
-        models: Mapping[Name, StagedModel],
+        models: Mapping[Name, StageModel],
+        executor: PipelineExecutor,
+        losses: Losses,
         planner: Planner,
-        layout: StageLayout,
         config: PipelineConfig,
         budget: int,
     ) -> None:
-        self.ranks, self.models = ranks, models
+        self.models = models
+        self._executor = executor
+        self._losses = losses
         self._planner = planner
-        self._layout = layout
         self._config = config
         self._budget = budget
         self._runs = 0
@@ -161,30 +84,78 @@ class PipelinedBackprop:
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
+        """Run the passes of a mini-batch. An actor that is not trained has its passes too, and its
+        gradients are discarded, because fused schedules cover both models and steps with a frozen
+        actor are few. A collective.
+        """
         missing = -len(batches) % self._config.multiple
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
         plan = self._planner.plan(len(batches))
-        reports: list[tuple[Timings, Mapping[Name, Metrics]]] = self.ranks.call(
-            StageTrainer.run, plan.schedule, plan.problem, batches, kl_coef, trains_actor
+        timings, metrics = self.passes(plan, batches, kl_coef)
+        if not trains_actor:
+            self.models["actor"].discard()
+        self._time(_of_all(timings), plan, batches[0], measures=not missing)
+        names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
+        # Tensors on another rank's GPU cannot be added here.
+        by_rank = _of_all({name: metrics[name].on_cpu() for name in names})
+        return {name: sum((part[name] for part in by_rank), Metrics()) for name in names}
+
+    def passes(
+        self, plan: PipelinePlan, batches: Sequence[MicroBatch], kl_coef: float
+    ) -> tuple[Timings, Mapping[Name, Metrics]]:
+        """Run this rank's passes. Returns the tasks' times, and metrics of the micro-batches whose
+        last stage is here. A collective.
+        """
+        metrics: dict[Name, Metrics] = {name: Metrics() for name in NAMES}
+        actor, critic = (
+            [self._work(name, batch, kl_coef, metrics) for batch in batches] for name in NAMES
         )
-        timings = [times for times, _ in reports]
+        with self._training():
+            timings = self._executor.run(plan.schedule, plan.problem, actor, critic)
+        return timings, metrics
+
+    def _work(
+        self, name: Name, batch: MicroBatch, kl_coef: float, metrics: dict[Name, Metrics]
+    ) -> TaskWork:
+        stage, device = self.models[name].model, self.models[name].device
+
+        def loss(hidden: Tensor) -> Tensor:
+            local_batch = batch.to(device)
+            states = local_batch.states(hidden)
+            if name == "critic":
+                term = self._losses.of_critic(stage, states, local_batch)
+            else:
+                term = self._losses.of_actor(stage.head, states, local_batch, kl_coef)
+            metrics[name] += term.metrics
+            return term.loss
+
+        return TaskWork(batch.tokens.to(device), loss)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        with self.models["actor"].training(), self.models["critic"].training():
+            yield
+
+    def _time(
+        self, timings: Sequence[Timings], plan: PipelinePlan, batch: MicroBatch, *, measures: bool
+    ) -> None:
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
         self._runs += 1
         self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
-        if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
-            saved_bytes = self.ranks.call(StageTrainer.saved_bytes, batches[0])
-            self._planner.measure(profile(self._layout, timings, saved_bytes))
-        names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
-        return {name: sum((metrics[name] for _, metrics in reports), Metrics()) for name in names}
+        if self._runs >= MEASURED_RUN and measures and not self._planner.measured:
+            sizes = _of_all(self.saved_bytes(batch))
+            self._planner.measure(profile(self._executor.layout, timings, sizes))
+
+    def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
+        """Return the bytes that this rank's stages keep until a backward pass."""
+        with self._training():
+            return self._executor.saved_bytes(batch.tokens)
 
     def finish(self) -> Stats:
-        """Copy the new weights to the full models and return metrics. ``pipeline/step_s`` has the
-        seconds from the first task of each mini-batch to its last, ``pipeline/bubble_fraction`` the
-        share of the ranks' time spent waiting and, once latencies are measured,
-        ``pipeline/predicted_s`` the predicted seconds.
+        """Return metrics. ``pipeline/step_s`` has the seconds from the first task of each
+        mini-batch to its last, ``pipeline/bubble_fraction`` the share of the ranks' time spent
+        waiting and, once latencies are measured, ``pipeline/predicted_s`` the predicted seconds.
         """
-        for model in self.models.values():
-            model.fetch()
         seconds, self._seconds = self._seconds, []
         if not seconds:
             return {}
@@ -193,95 +164,54 @@ class PipelinedBackprop:
         return stats if math.isnan(predicted_s) else {**stats, "pipeline/predicted_s": predicted_s}
 
 
-def start(
+def make(
     actor: nn.Module,
     critic: nn.Module,
     config: Config,
     rates: Mapping[Name, LearningRate],
-    threads: int,
+    device: torch.device,
 ) -> PipelinedBackprop:
-    """Cut the models, start the ranks, and send each its stages. The models also stay in this
-    process, and follow the ranks' updates. ``threads`` is the total over all ranks. Raises
-    ConfigError if there are fewer GPUs than ranks, LearnerError if a model has nothing to train,
-    ModelError if a model cannot be cut into that many stages or be pickled.
+    """Cut full models, keep this rank's stages, and put those on its device. All ranks must call
+    this at once. Weights of other stages may be left in files (:mod:`stretto.models.mapped`), and
+    are free once the caller drops the models. Raises LearnerError if a model has nothing to train,
+    ModelError if it cannot be cut into that many stages.
     """
     p, t = config.pipeline, config.training
-    models: dict[Name, nn.Module] = {"actor": actor, "critic": critic}
-    device = next(actor.parameters()).device
-    _check_devices(device, p.ranks)
-    for name, model in models.items():
+    full: dict[Name, nn.Module] = {"actor": actor, "critic": critic}
+    for name, model in full.items():
         require_trained(f"the {name}", model)
-        _check_importable(name, model)
         check_stages(p, name, model)
-    layout = layout_of(p)
-    losses = Losses(config.algorithm, config.rollout.temperature)
-    collectives = backend_of(device).collectives
-    ranks = RankGroup(
-        GroupSpec(p.ranks, collectives, max(threads // p.ranks, 1)),
-        StageTrainer,
-        (layout, losses, t, rates, device),
-        words=WORDS,
-    )
-    ranks.start()
-    try:
-        stages = {
-            name: [cut(model, p.stages(name), layout.place(name, r)[1]) for r in range(p.ranks)]
-            for name, model in models.items()
-        }
-        pairs = zip(stages["actor"], stages["critic"], strict=True)
-        sent = ((for_sending(actor), for_sending(critic)) for actor, critic in pairs)
-        lr = ranks.call_each(StageTrainer.hold, sent)[0]
-        names = {
-            name: [{n: s.names[n] for n, p in s.named_parameters() if p.requires_grad} for s in of]
-            for name, of in stages.items()
-        }
-        staged_models = {n: StagedModel(n, models[n], ranks, names[n], lr[n]) for n in NAMES}
-        parameters = {name: sum(w.numel() for w in m.parameters()) for name, m in models.items()}
-        planner = Planner(p, parameters, config.seed)
-        budget = token_budget(t.microbatch_tokens, device)
-        if config.observe.checkpoints:
-            ranks.remedy = "resume from the last checkpoint, if one was written"
-        return PipelinedBackprop(ranks, staged_models, planner, layout, p, budget)
-    except pickle.PicklingError as error:
-        ranks.close()
-        raise ModelError(
-            f"the models cannot be sent to the ranks: {error}. {_SENDABLE}", "unpicklable-model"
-        ) from error
-    except BaseException:
-        ranks.close()
-        raise
-
-
-def layout_of(config: PipelineConfig) -> StageLayout:
-    actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
-    return StageLayout(*actor, *critic)
-
-
-_SENDABLE = (
-    "Have them made of classes in modules that can be imported, with no hooks that are local "
-    "functions, or set pipeline.ranks = 0"
-)
-
-
-def _check_importable(name: Name, model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        module_class = type(module)
-        if module_class.__module__ == "__main__":
-            raise ModelError(
-                f"'{path}' of the {name} is of the class '{module_class.__qualname__}', which is "
-                f"defined in the script that runs; the ranks cannot import it. {_SENDABLE}",
-                "class-in-script",
-            )
-
-
-def _check_devices(device: torch.device, ranks: int) -> None:
-    max_ranks = backend_of(device).most_ranks()
-    if max_ranks is not None and max_ranks < ranks:
-        raise ConfigError(
-            f"pipeline.ranks = {ranks} needs as many GPUs, and there are {max_ranks}; lower it, or "
-            "set model.device = 'cpu'",
-            "too-few-gpus",
+    layout, rank = layout_of(p), dist.get_rank()
+    beside = dist.new_group(backend="gloo")
+    divisions = {
+        name: Division(
+            model, full_parameters(model, {}), StageOwners.of(model, name, layout), beside
         )
+        for name, model in full.items()
+    }
+    stages = {
+        name: take(cut(model, p.stages(name), layout.place(name, rank)[1]), device)
+        for name, model in full.items()
+    }
+    executor = PipelineExecutor(stages["actor"], stages["critic"], layout, device)
+    models = {
+        name: StageModel(name, stages[name], full[name], divisions[name], executor, rates[name], t)
+        for name in NAMES
+    }
+    parameters = {
+        name: sum(math.prod(w.shape) for w in divisions[name].wholes.values()) for name in NAMES
+    }
+    losses = Losses(config.algorithm, config.rollout.temperature)
+    planner = Planner(p, parameters, config.seed)
+    budget = token_budget(t.microbatch_tokens, device)
+    return PipelinedBackprop(models, executor, losses, planner, p, budget)
+
+
+def _of_all(value: T) -> list[T]:
+    """Return the values of all ranks. A collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 GUESSED_TICKS = 1000
@@ -300,7 +230,8 @@ class PipelinePlan:
 class Planner:
     """Makes and caches a schedule for each number of micro-batches. Until latencies are measured,
     all stages of a model have equal latencies in proportion to the number of its parameters, and a
-    backward takes two forwards.
+    backward takes two forwards. If several ranks plan, they take the first one's schedule, because
+    a search that ends by its time limit finds another one on each.
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
@@ -340,7 +271,16 @@ class Planner:
         if self._config.schedule == "serial":
             schedule = one_f_one_b(problem)
         else:
-            schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
+            schedule = self._search(problem)
         latency = evaluate(problem, schedule).latency if self.measured else math.nan
         self._plans[micro_batches] = PipelinePlan(problem, schedule, latency)
         return self._plans[micro_batches]
+
+    def _search(self, problem: Problem) -> PipelineSchedule:
+        solutions: list[Any] = [None]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            solutions = [solve(problem, seconds=self._config.seconds, seed=self._seed).schedule]
+        if dist.is_initialized():
+            dist.broadcast_object_list(solutions)
+        schedule: PipelineSchedule = solutions[0]
+        return schedule

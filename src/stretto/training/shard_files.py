@@ -9,7 +9,7 @@ hold a piece, the first one writes it. Each file has JSON metadata under ``stret
     {
         "rank": of the writer, "ranks": their number,
         "pieces": {tensor: [full shape, box]},
-        "state": everything that is not a tensor, the same in each file,
+        "state": everything that is not a tensor, the same in each file but for names of stages,
         "published": [[model, version]],
     }
 """
@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -171,8 +171,8 @@ def read(path: Path) -> dict[str, Any]:
             )
     state = states[0]
     models = {
-        model: _unpacked(model, model_state, tensors)
-        for model, model_state in state["models"].items()
+        model: _unpacked(model, [states[rank]["models"][model] for rank in range(ranks)], tensors)
+        for model in state["models"]
     }
     published_weights = {
         (m, v): {name: tensors[f"{m}/{PUBLISHED}/{v}/{name}"] for name in models[m]["masters"]}
@@ -192,14 +192,21 @@ def _opened(file: Path) -> tuple[Any, Any]:
         raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}", "damaged-file") from error
 
 
-def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Any:
-    """Return a model's part of the state, as it was passed to :func:`packed`."""
+def _unpacked(
+    model: str, by_rank: Sequence[Mapping[str, Any]], tensors: Mapping[str, Stored]
+) -> Any:
+    """Return a model's part of the state, as it was passed to :func:`packed`. Ranks that hold
+    pipeline stages name the parameters of their stages only.
+    """
+    about = by_rank[0]
+    names = dict.fromkeys(name for part in by_rank for name in part["names"])
+    steps = {name: step for part in by_rank for name, step in part["steps"].items()}
     moments = {
         n: {STEP: torch.tensor(step)} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}
-        for n, step in about["steps"].items()
+        for n, step in steps.items()
     }
     return {
-        "masters": {name: tensors[f"{model}/{_MASTERS}/{name}"] for name in about["names"]},
+        "masters": {name: tensors[f"{model}/{_MASTERS}/{name}"] for name in names},
         "moments": moments,
         "optimizer": about["groups"][0],
         "schedule": about["schedule"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -239,43 +238,6 @@ class WholeModel:
         return end_updates(self.model)
 
 
-class Trained(WholeModel, ABC):
-    """A model under training, as the learner sees it, wherever it runs."""
-
-    _snapshots: Snapshots
-
-    @property
-    @abstractmethod
-    def lr(self) -> float:
-        """The learning rate of the next update."""
-
-    @abstractmethod
-    def update(self) -> float:
-        """Take an optimizer step on the gradients since the last one and return their norm. Raises
-        LearnerError, with the weights unchanged, if the norm is not finite.
-        """
-
-    @abstractmethod
-    def skip(self) -> None:
-        """Skip an update: only the learning rate schedule advances."""
-
-    def snapshot(self) -> Mapping[str, Tensor]:
-        """Return copies of the trained weights by name, or of this rank's parts of them. See
-        :meth:`Snapshots.take`.
-        """
-        return self._snapshots.take()
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces.
-        Tensors share memory with those under training, and stay in place if those are offloaded.
-        """
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a full model, whose tensors may be in files."""
-
-
 @dataclass(frozen=True, slots=True)
 class LearningRate:
     """A model's learning rate schedule: peak, number of updates, and warm-up updates."""
@@ -285,7 +247,7 @@ class LearningRate:
     warmup: int = 0
 
 
-class TrainedModel(Trained):
+class TrainedModel(WholeModel):
     """A model, the masters of its weights, and AdamW on the masters.
 
     A bfloat16 weight has a float32 master: gradients of all micro-batches are summed in float32,
@@ -347,6 +309,7 @@ class TrainedModel(Trained):
 
     @property
     def lr(self) -> float:
+        """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def training(self) -> AbstractContextManager[None]:
@@ -370,7 +333,10 @@ class TrainedModel(Trained):
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:
-        """Take an optimizer step. ``norm`` must be given if this model is one of several parts."""
+        """Take an optimizer step on the gradients since the last one and return their norm, which
+        must be given if this model is one of several parts. Raises LearnerError, with the weights
+        unchanged, if the norm is not finite.
+        """
         self.before_update()
         if norm is None:
             norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip))
@@ -395,6 +361,7 @@ class TrainedModel(Trained):
         return [*(master for _, master in self._to_copy_back()), *moments]
 
     def skip(self) -> None:
+        """Skip an update: only the learning rate schedule advances."""
         with warnings.catch_warnings():
             # torch warns if a schedule steps before the first update, but here none was due.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
@@ -416,7 +383,16 @@ class TrainedModel(Trained):
         pairs = zip(self._weights, self._masters, strict=True)
         return [(w, m) for w, m in pairs if w is not m]
 
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return copies of the trained weights by name, or of this rank's parts of them. See
+        :meth:`Snapshots.take`.
+        """
+        return self._snapshots.take()
+
     def state_dict(self) -> dict[str, Any]:
+        """Return masters, AdamW's moments and the schedule's position, or this rank's pieces.
+        Tensors share memory with those under training, and stay in place if those are offloaded.
+        """
         named_masters = zip(self._names, self._masters, strict=True)
         moments, settings = optimizer_state(self._optimizer, self._names)
         return {
@@ -428,9 +404,12 @@ class TrainedModel(Trained):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of a full model, whose tensors may be in files."""
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(self._from_files(name, state["masters"][name]))
-        moments = _converted(state["moments"], self._from_files)
+        saved = state["moments"]
+        own_moments = {name: saved[name] for name in self._names if name in saved}
+        moments = _converted(own_moments, self._from_files)
         load_optimizer_state(self._optimizer, self._names, moments, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self._copy_back()

@@ -302,7 +302,8 @@ class RankGroup:
                 try:
                     answer = future.result()
                 except EOFError:
-                    raise self._death(rank, f"in the middle of {doing}", raised) from None
+                    self._died = self._death(rank, f"in the middle of {doing}", raised)
+                    raise self._died from None
                 if isinstance(answer, Failed):
                     if not self._launched.one_clock:
                         answer = replace(answer, at_s=time.monotonic())

@@ -30,6 +30,9 @@ from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
 
+CLOCKS_APART_S = 1.0
+"""Clocks that differ by more are taken to be of different machines."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskWork:
@@ -48,7 +51,7 @@ class PipelineExecutor:
         self, actor: Stage, critic: Stage, layout: StageLayout, device: torch.device
     ) -> None:
         self._rank = dist.get_rank()
-        self._layout = layout
+        self.layout = layout
         self._device = device
         self._stages: Mapping[Name, Stage] = {"actor": actor, "critic": critic}
         if layout.ranks != dist.get_world_size():
@@ -81,14 +84,14 @@ class PipelineExecutor:
         The schedule must be made for the problem, whose latencies determine the order of tensors.
         Pipeline p takes the p-th consecutive part of a model's works, with the same shapes on all
         ranks."""
-        self._layout.require(problem, len(actor), len(critic))
+        self.layout.require(problem, len(actor), len(critic))
         program = instructions(problem, schedule)[self._rank]
         passes = self._pass("actor", actor), self._pass("critic", critic)
         word, result = [], None
         watch = Stopwatch(self._device)
         for step in program:
             task = step if isinstance(step, PipelineTask) else step.task
-            model_pass = passes[task.pipeline >= self._layout.actor_pipelines]
+            model_pass = passes[task.pipeline >= self.layout.actor_pipelines]
             if isinstance(step, Receive):
                 model_pass.ask(task, step.peer)
             elif isinstance(step, Send):
@@ -100,6 +103,27 @@ class PipelineExecutor:
                 result = model_pass.run(task, watch)
         self._outbox.flush()
         return watch.timings(word)
+
+    @torch.no_grad()
+    def read(
+        self, name: Name, tokens: Sequence[Tensor], take: Callable[[int, Tensor], None]
+    ) -> None:
+        """Run forward passes of one model on the micro-batches [b, L] of this rank's pipeline. On
+        the last stage ``take`` gets the number of each, and its hidden states.
+        """
+        pipeline, index = self.layout.place(name, self._rank)
+        stage = self._stages[name]
+        for number, ids in enumerate(tokens):
+            x = ids.to(self._device)
+            if not stage.first:
+                x = torch.empty((*ids.shape, stage.hidden_size), dtype=stage.dtype, device=x.device)
+                dist.recv(x, self.layout.rank(name, pipeline, index - 1))
+            states = stage(x)
+            if stage.last:
+                take(number, states)
+            else:
+                self._outbox.send(states, self.layout.rank(name, pipeline, index + 1))
+        self._outbox.flush()
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
         """Sum gradients in place over a model's pipelines, a tied weight's over its stages."""
@@ -114,7 +138,7 @@ class PipelineExecutor:
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
         """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
-        pipeline, _ = self._layout.place(name, self._rank)
+        pipeline, _ = self.layout.place(name, self._rank)
         stage = self._stages[name]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         for key, gradient in gradients.items():
@@ -123,9 +147,15 @@ class PipelineExecutor:
         dist.all_reduce(square)
         return math.sqrt(square.item())
 
+    def saved_bytes(self, tokens: Tensor) -> tuple[int, int]:
+        """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
+        ids = tokens.to(self._device)
+        actor, critic = (saved_bytes(self._stages[name], ids) for name in NAMES)
+        return actor, critic
+
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
-        pipeline, _ = self._layout.place(name, self._rank)
-        count = len(works) // self._layout.of(name)[1]
+        pipeline, _ = self.layout.place(name, self._rank)
+        count = len(works) // self.layout.of(name)[1]
         pipeline_works = works[pipeline * count : (pipeline + 1) * count]
         return _Pass(self._stages[name], pipeline_works, self._device)
 
@@ -182,13 +212,16 @@ class _Pass:
 
 class Stopwatch:
     """A recorder of this rank's times since a common start. Must be made on all ranks at once.
-    Ranks share the machine's clock. On a GPU the times are those of its stream."""
+    Ranks of one machine share its clock. On a GPU the times are those of its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         latest = torch.tensor(time.monotonic(), dtype=torch.float64, device=device)
         dist.all_reduce(latest, dist.ReduceOp.MAX)
-        self._zero, self._begin_s = latest.item(), 0.0
+        # All ranks go on at about the same time, which clocks of several machines do not tell.
+        now = time.monotonic()
+        one_clock = abs(now - latest.item()) < CLOCKS_APART_S
+        self._zero, self._begin_s = latest.item() if one_clock else now, 0.0
         self._moments: list[float] = []
         self._events: list[torch.cuda.Event] = []
         if self._cuda:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from stretto.config import PipelineConfig
 from stretto.errors import ConfigError, ModelError
+from stretto.layout import Bounds, Divisible, full_bounds
 from stretto.models import attention
 from stretto.models.forward import backbone, output_head, plain_states, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
@@ -52,10 +52,13 @@ class Stage(nn.Module):
         self.first, self.last = index == 0, index == stages - 1
         config: Any = body.config
         self.hidden_size: int = config.hidden_size
-        self.dtype: torch.dtype = cast(Any, body).dtype
         self.names: Mapping[str, str] = {}
         self.tied: frozenset[str] = frozenset()
         self._head: OutputHead | None = None  # its scale and cap, without the module's weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return cast(torch.dtype, cast(Any, self.body).dtype)
 
     @property
     def head(self) -> OutputHead:
@@ -86,6 +89,15 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
     Layers, also with LoRA adapters, are divided evenly, with one more for each of the first stages
     if necessary. Raises ModelError if there are too few, or the model does not declare its parts.
     """
+    stage, clone = _cut(model, stages, index)
+    linear = unwrapped(clone).get_output_embeddings()
+    if stage.last and linear is not None:
+        stage._head = output_head(model)
+    return stage
+
+
+def _cut(model: nn.Module, stages: int, index: int) -> tuple[Stage, nn.Module]:
+    """Make a stage without reading weights. Returns also the tree of modules that it is part of."""
     name_by_id = {id(p): name for name, p in model.named_parameters()}
     decoder: Any = backbone(model)
     plan, layers = _parts(decoder)
@@ -104,11 +116,11 @@ def cut(model: nn.Module, stages: int, index: int) -> Stage:
     stage = Stage(backbone(clone), index, stages)
     _keep(stage, plan, layers, begin, begin + share + (index < remainder))
     if stage.last:
-        _give_head(stage, model, clone)
+        _give_head(stage, clone)
     parameters = dict(stage.named_parameters())
     stage.names = {name: name_by_id[id(p)] for name, p in parameters.items()}
     stage.tied = _tied(model, decoder, plan) if stages > 1 else frozenset()
-    return stage
+    return stage, clone
 
 
 def _parts(decoder: Any) -> tuple[list[str], str]:
@@ -140,11 +152,10 @@ def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> N
         body.config.layer_types = types[begin:end]
 
 
-def _give_head(stage: Stage, model: nn.Module, clone: nn.Module) -> None:
+def _give_head(stage: Stage, clone: nn.Module) -> None:
     lm = unwrapped(clone)
     linear = lm.get_output_embeddings()
     if linear is not None:
-        stage._head = output_head(model)
         stage.lm_head = linear
         return
     head = scalar_head(clone)
@@ -158,14 +169,6 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
     embedding_ids = {id(p) for p in getattr(decoder, plan[0]).parameters()}
     shared_ids = head_ids & embedding_ids
     return frozenset(name for name, p in model.named_parameters() if id(p) in shared_ids)
-
-
-def for_sending(stage: Stage) -> Stage:
-    """Return a stage for another process: on a CPU with the same weights."""
-    memo: dict[int, Any] = {id(buffer): buffer.cpu() for buffer in stage.buffers()}
-    for p in stage.parameters():
-        memo[id(p)] = nn.Parameter(p.detach().cpu(), p.requires_grad)
-    return deepcopy(stage, memo)
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
@@ -269,3 +272,33 @@ class StageLayout:
                     "give the problem of this run",
                     "other-problem",
                 )
+
+
+def layout_of(config: PipelineConfig) -> StageLayout:
+    actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
+    return StageLayout(*actor, *critic)
+
+
+@dataclass(frozen=True, slots=True)
+class StageOwners:
+    """The ranks that hold a model in stages, and the first rank that holds each parameter. Ranks of
+    other pipelines hold the same stages. Parameters of no stage, which are frozen, are the first
+    stage's.
+    """
+
+    ranks: int
+    holders: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, name: Name, layout: StageLayout) -> StageOwners:
+        """Return the owners of a full model, by its structure. Reads no weights."""
+        stages, _ = layout.of(name)
+        first = layout.rank(name, 0, 0)
+        holders = {parameter: first for parameter, _ in model.named_parameters()}
+        for index in reversed(range(stages)):  # a tied weight belongs to the first stage
+            stage, _ = _cut(model, stages, index)
+            holders |= dict.fromkeys(stage.names.values(), layout.rank(name, 0, index))
+        return cls(layout.ranks, holders)
+
+    def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
+        return {n: full_bounds(p.shape) for n, p in full.items() if self.holders[n] == rank}

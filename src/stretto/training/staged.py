@@ -1,0 +1,105 @@
+"""A rank's stage of a model under training: its masters and AdamW, and passes for log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.bounds import ceil_div
+from stretto.config import OptimizerConfig
+from stretto.config.training_config import token_budget
+from stretto.models.forward import (
+    by_token_budget,
+    inputs,
+    pad_right,
+    predicting_response,
+    response_tokens,
+    states_at,
+)
+from stretto.models.logits import token_logprobs
+from stretto.pipelines.executor.executor import PipelineExecutor
+from stretto.pipelines.executor.stages import Name, Stage
+from stretto.training.backprop import divided
+from stretto.training.divided import DividedModel, Division
+from stretto.training.shard_files import Stored
+from stretto.training.trained import LearningRate, Snapshots
+from stretto.types import Response
+
+CPU = torch.device("cpu")
+
+
+class StageModel(DividedModel):
+    """A stage of the model called ``name``, and AdamW on its weights.
+
+    - Parameters have their names in the full model. The first stage also keeps the parameters that
+      no stage reads, such as a vision tower's.
+    - Gradients are summed over pipelines, those of a tied weight over its stages too. All ranks
+      clip by the norm over all stages, and all refuse a norm that is not finite.
+    - A weight that several ranks hold is published and saved by the first of them.
+    """
+
+    model: Stage
+
+    def __init__(
+        self,
+        name: Name,
+        stage: Stage,
+        full: nn.Module,
+        division: Division,
+        executor: PipelineExecutor,
+        rate: LearningRate,
+        config: OptimizerConfig,
+    ) -> None:
+        # In a partly frozen model, this stage may have nothing to train.
+        super().__init__(stage, division, rate, config, may_be_frozen=True)
+        self.name = name
+        self._executor = executor
+        self._names = [stage.names[local] for local in self._names]
+        bounds = division.own
+        self._held = {n: p for n, p in full.named_parameters() if n in bounds}
+        named_weights = zip(self._names, self._weights, strict=True)
+        self._snapshots = Snapshots({n: weight for n, weight in named_weights if n in bounds})
+
+    def shard(self, name: str) -> Tensor:
+        return self._held[name].detach()
+
+    @torch.no_grad()
+    def logprobs(
+        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
+    ) -> Tensor:
+        """All pipelines share the passes. A collective."""
+        _, pipelines = self._executor.layout.of(self.name)
+        pipeline, _ = self._executor.layout.place(self.name, dist.get_rank())
+        tokens = [r.total_tokens for r in responses]
+        count = len(by_token_budget(tokens, token_budget(budget, self.device)))
+        groups = divided(tokens, count, pipelines)
+        share = ceil_div(len(groups), pipelines)
+        groups = groups[pipeline * share : (pipeline + 1) * share]
+        read = [[responses[row] for row in rows] for rows in groups]
+        logprobs = torch.zeros(mask.shape)
+
+        def take(number: int, hidden: Tensor) -> None:
+            states = states_at(hidden, [predicting_response(r) for r in read[number]])
+            targets = response_tokens(read[number], states.device)
+            flat, _ = token_logprobs(self.model.head, states, targets, temperature)
+            rows = groups[number]
+            row_mask = mask[rows]
+            logprobs[rows] = torch.zeros(row_mask.shape).masked_scatter(
+                row_mask, flat.float().cpu()
+            )
+
+        self._executor.read(self.name, [pad_right(inputs(rows), CPU) for rows in read], take)
+        logprobs = logprobs.to(self.device)
+        dist.all_reduce(logprobs)  # all but last stages have zeros
+        return logprobs.cpu()
+
+    def update(self, norm: float | None = None) -> float:
+        gradients = self.gradients()
+        self._executor.reduce(self.name, gradients)
+        return super().update(self._executor.norm(self.name, gradients))
+
+    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
+        return super()._from_files(name, value).to(self.device)
