@@ -141,9 +141,9 @@ class GatheredPasses:
     def share(self, passes: Sequence[T]) -> list[T]:
         """Return this row's passes, as many as of all rows: some rows repeat the first one."""
         rows = self.grid.layout.fsdp
-        own = list(passes[self.grid.row :: rows])
-        repeats = len(passes[::rows]) - len(own)
-        return [*own, *passes[:repeats]]
+        row_passes = list(passes[self.grid.row :: rows])
+        repeats = len(passes[::rows]) - len(row_passes)
+        return [*row_passes, *passes[:repeats]]
 
     def merged(self, results: Mapping[int, T]) -> dict[int, T]:
         """Return the results of all rows. A collective."""

@@ -182,10 +182,10 @@ def make(
         require_trained(f"the {name}", model)
         check_stages(p, name, model)
     layout, rank = layout_of(p), dist.get_rank()
-    beside = dist.new_group(backend="gloo")
+    gloo_group = dist.new_group(backend="gloo")
     divisions = {
         name: Division(
-            model, full_parameters(model, {}), StageOwners.of(model, name, layout), beside
+            model, full_parameters(model, {}), StageOwners.of(model, name, layout), gloo_group
         )
         for name, model in full.items()
     }
