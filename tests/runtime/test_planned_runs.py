@@ -1,0 +1,88 @@
+"""Every kind of plan, started with tiny shapes, gives the responses and rewards of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from run_helpers import run, settings
+from scorer_helpers import reward_model
+from stretto.api.planning import PlanOptions, settings_of, spec_of
+from stretto.config import Config, changes
+from stretto.layout import Layout
+from stretto.models.tiny import byte_tokenizer
+from stretto.observe import RunDirectory
+from stretto.planner.candidates import Candidate, PlanSpec, candidates
+from stretto.planner.run_layout import RunLayout
+
+pytestmark = pytest.mark.slow
+
+FSDP, TP = Layout(fsdp=2), Layout(tp=2)
+PASSES = {"micro_tokens": 8192, "checkpointing": True}
+KINDS = {
+    "engines and shards in the learner's ranks": RunLayout(
+        Layout(fsdp=4), Layout(dp=2, tp=2), Layout(fsdp=4), "all"
+    ),
+    "copies in the learner's ranks": RunLayout(
+        Layout(fsdp=2, tp=2), Layout(dp=4), Layout(dp=2, tp=2), "all"
+    ),
+    "offloaded": RunLayout(Layout(fsdp=4), Layout(dp=4), Layout(dp=4), "all", offload=True),
+    "apart": RunLayout(FSDP, Layout(), Layout(), "none"),
+    "scorers with generators": RunLayout(FSDP, Layout(dp=2), Layout(dp=2), "generators"),
+    "copies with the learner": RunLayout(FSDP, TP, Layout(dp=2), "learner"),
+    "shards with the learner": RunLayout(FSDP, TP, FSDP, "learner"),
+}
+
+
+def kind(candidate: Candidate) -> tuple[object, ...]:
+    layout = candidate.layout
+    return layout.sharing, layout.scorer.fsdp > 1, layout.offload
+
+
+@pytest.fixture(scope="module")
+def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("rewards")
+    reward_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    reward = {"sources": (f"model:{folder}",), "missing_eos": "off"}
+    model = {"name": str(tiny_folder), "dtype": "float32"}
+    return settings(tiny_folder, reward=reward, model=model, task={"max_prompt_tokens": 200})
+
+
+@pytest.fixture(scope="module")
+def spec(config: Config) -> PlanSpec:
+    spec, _ = spec_of(config, PlanOptions(gpus=4, gpu="h100"))
+    return replace(spec, variants={"sync": config.schedule})
+
+
+@pytest.fixture(scope="module")
+def here(config: Config, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return run(config, tmp_path_factory.mktemp("inline"))[0]
+
+
+def planned(spec: PlanSpec, layout: RunLayout) -> Candidate:
+    """The candidate of this layout, whatever the passes."""
+    plans = (c for c in candidates(spec) if replace(c.layout, **PASSES) == layout)
+    return next(plans)
+
+
+def test_every_kind_is_started(spec: PlanSpec) -> None:
+    started = {kind(planned(spec, layout)) for layout in KINDS.values()}
+    assert started == {kind(c) for c in candidates(spec)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plan_trains_as_one_process(
+    name: str, config: Config, spec: PlanSpec, here: RunDirectory, tmp_path: Path
+) -> None:
+    candidate = planned(spec, KINDS[name])
+    plan = changes.changed(config, settings_of(config, candidate, spec), name)
+    there, _ = run(plan, tmp_path)
+    assert {(r.id, r.tokens) for r in here.read_rollouts()} == {
+        (r.id, r.tokens) for r in there.read_rollouts()
+    }
+    for one, two in zip(here.read_metrics(), there.read_metrics(), strict=True):
+        for metric in ("objective/scores", "objective/kl", "policy/grad_norm"):
+            assert two[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-5)
