@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from stretto.models.shapes import public_config, shape_of
 from stretto.planner.candidates import candidates, memory_by_phase
 from stretto.planner.fitting import RunMemory
 from stretto.planner.hardware import GPUS, read_hardware
+from stretto.planner.plan_search import search
 from stretto.runtime.placement import places
 from stretto.runtime.sim.lengths import Lognormal, Uniform
 from stretto.runtime.sim.turns import AnswerLatency
@@ -179,6 +181,22 @@ def test_train_takes_every_plan(gpus: int, engine: str) -> None:
         shards = {(sharing, "shards") for sharing in sharings}
         whole = {(sharing, "") for sharing in ("all", "none", "generators", "learner")}
         assert seen == shards | whole
+
+
+def test_the_page_on_gpus_has_the_plan_of_all_roles_on_eight() -> None:
+    """7B with a reference: no eight slices, as there are four key-value heads."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    *_, own, plan = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    config = recipes.build({**own, "rollout": plan["rollout"], "cluster": {}}, "the page")
+    spec, _ = spec_of(config, PlanOptions(gpus=8, gpu="h100"))
+    baseline = search(replace(spec, variants={"sync": config.schedule}), keep=1, workers=1).baseline
+    assert baseline
+    assert baseline.step_s == pytest.approx(17.5, abs=0.05)
+    phases = memory_by_phase(spec, baseline.candidate).values()
+    assert max(sum(parts.values()) for parts in phases) == pytest.approx(70e9, abs=0.5e9)
+    settings = settings_of(config, baseline.candidate, spec)
+    assert settings["rollout"]["engines"] == plan["rollout"]["engines"]
+    assert settings["cluster"]["processes"] == plan["cluster"]["processes"]
 
 
 def test_what_a_recipe_says_of_processes_is_replaced() -> None:

@@ -211,7 +211,7 @@ def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
 
 def test_settings_for_gpus_place_learners_and_engines() -> None:
     """As the page says: on one GPU without vLLM, with a generator apart, and with vLLM; on eight
-    divided, and on eight shared.
+    divided, and on eight shared, by engines in processes of their own and in the learner's.
     """
     found, table = [], dict[str, Any]()
     for block in blocks("gpu", "toml"):
@@ -221,7 +221,8 @@ def test_settings_for_gpus_place_learners_and_engines() -> None:
         gpus = 1 if "0.5B" in config.model.name else 8
         assert known_config(config.model.name)
         learner, *others = places(config, cores=64, gpus=gpus)
-        assert config.rollout.engines == len(others) or config.runtime == "inline"
+        seats = [seat.role for place in (learner, *others) for seat in place.roles]
+        assert config.rollout.engines == sum(role.startswith("generator") for role in seats)
         found.append((learner.devices, [device for p in others for device in p.devices]))
     cuda = [f"cuda:{i}" for i in range(8)]
     assert found == [
@@ -230,6 +231,7 @@ def test_settings_for_gpus_place_learners_and_engines() -> None:
         (tuple(cuda[:1]), cuda[:1]),
         (tuple(cuda[:4]), cuda[4:]),
         (tuple(cuda), cuda),
+        (tuple(cuda), []),
     ]
 
 
