@@ -27,7 +27,6 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError
-from stretto.layout import Layout
 from stretto.models.shapes import public_config, shape_of
 from stretto.planner.candidates import candidates, memory_by_phase
 from stretto.planner.fitting import RunMemory
@@ -148,10 +147,10 @@ def test_train_takes_every_plan(gpus: int, engine: str) -> None:
         assert len(devices) == gpus + (layout.generator.ranks if layout.sleeping else 0)
         assert config.schedule.knobs == candidate.schedule.knobs
         seats = {seat.role: (place, seat) for place in found for seat in place.roles}
-        learner, seat = seats["learner"]
+        learner, _ = seats["learner"]
         assert learner.offload == layout.offload
         assert len(learner.devices) == layout.learner.ranks
-        assert config.cluster.learner_layout == (Layout() if layout.learner.pp > 1 else seat.layout)
+        assert config.learner_layout == layout.learner
         expected = {"learner": (layout.learner, 1)}
         if layout.in_place or layout.sharing == "learner":
             in_place = layout.in_place and config.cluster.processes
@@ -179,8 +178,9 @@ def test_train_takes_every_plan(gpus: int, engine: str) -> None:
         # Engines that sleep need a critic in slices, and eight do not divide two key-value heads.
         sharings = ("all", "learner") if engine == "torch" else ("learner",)
         shards = {(sharing, "shards") for sharing in sharings}
+        pipelines = {("none", "pipeline"), ("generators", "pipeline")}
         whole = {(sharing, "") for sharing in ("all", "none", "generators", "learner")}
-        assert seen == shards | whole
+        assert seen == shards | pipelines | whole
 
 
 def test_the_page_on_gpus_has_the_plan_of_all_roles_on_eight() -> None:

@@ -123,7 +123,7 @@ def test_what_does_not_fit_at_once_is_decoded_in_goes() -> None:
     assert found.generation not in found.bursts
     none = hardware(memory_bytes=others)
     assert memory_model.rows_in_flight(MODELS, place, *SIZES, none) == (1, 8)
-    assert estimate(MODELS, place, LOAD, none).bursts[0].name == "training"
+    assert estimate(MODELS, place, LOAD, none).bursts[0].name == "weight sync"
 
 
 # -- scoring and training --------------------------------------------------------------------------

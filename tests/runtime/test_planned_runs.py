@@ -33,12 +33,14 @@ KINDS = {
     "scorers with generators": RunLayout(FSDP, Layout(dp=2), Layout(dp=2), "generators"),
     "copies with the learner": RunLayout(FSDP, TP, Layout(dp=2), "learner"),
     "shards with the learner": RunLayout(FSDP, TP, FSDP, "learner"),
+    "serial pipelines apart": RunLayout(Layout(pp=2), Layout(), Layout(), "none"),
+    "fused pipelines": RunLayout(Layout(pp=2), Layout(dp=2), Layout(dp=2), "generators"),
 }
 
 
 def kind(candidate: Candidate) -> tuple[object, ...]:
     layout = candidate.layout
-    return layout.sharing, layout.scorer.fsdp > 1, layout.offload
+    return layout.sharing, layout.learner.pp > 1, layout.scorer.fsdp > 1, layout.offload
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,8 @@ def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Confi
     byte_tokenizer().save_pretrained(folder)
     reward = {"sources": (f"model:{folder}",), "missing_eos": "off"}
     model = {"name": str(tiny_folder), "dtype": "float32"}
-    return settings(tiny_folder, reward=reward, model=model, task={"max_prompt_tokens": 200})
+    own = {"reward": reward, "model": model, "pipeline": {"seconds": 0.1}}
+    return settings(tiny_folder, task={"max_prompt_tokens": 200}, **own)
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +65,14 @@ def here(config: Config, tmp_path_factory: pytest.TempPathFactory) -> RunDirecto
     return run(config, tmp_path_factory.mktemp("inline"))[0]
 
 
-def planned(spec: PlanSpec, layout: RunLayout) -> Candidate:
-    """The candidate of this layout, whatever the passes."""
-    plans = (c for c in candidates(spec) if replace(c.layout, **PASSES) == layout)
-    return next(plans)
+def planned(spec: PlanSpec, name: str) -> Candidate:
+    """The candidate of a kind's layout, whatever the passes."""
+    plans = [c for c in candidates(spec) if replace(c.layout, **PASSES) == KINDS[name]]
+    return next(c for c in plans if (c.pipelining == "fused") == ("fused" in name))
 
 
 def test_every_kind_is_started(spec: PlanSpec) -> None:
-    started = {kind(planned(spec, layout)) for layout in KINDS.values()}
+    started = {kind(planned(spec, name)) for name in KINDS}
     assert started == {kind(c) for c in candidates(spec)}
 
 
@@ -77,7 +80,7 @@ def test_every_kind_is_started(spec: PlanSpec) -> None:
 def test_a_plan_trains_as_one_process(
     name: str, config: Config, spec: PlanSpec, here: RunDirectory, tmp_path: Path
 ) -> None:
-    candidate = planned(spec, KINDS[name])
+    candidate = planned(spec, name)
     plan = changes.changed(config, settings_of(config, candidate, spec), name)
     there, _ = run(plan, tmp_path)
     assert {(r.id, r.tokens) for r in here.read_rollouts()} == {

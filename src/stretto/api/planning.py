@@ -169,6 +169,7 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
         options.gpus,
         variants_of(config.schedule),
         sleeping=config.rollout.capabilities.own_weights,
+        pipelines=not (m.trust_remote_code or m.use_liger_kernel or m.torch_compile),
         epochs=config.training.epochs,
         updates=config.training.updates,
         functions={short_name(name): SampleCost(sample_s=FUNCTION_S) for name in functions},

@@ -379,6 +379,7 @@ def _devices(
         (models.actor,),
         checkpointing=layout.checkpointing,
         versions=0 if in_place else VERSIONS,
+        copies=learner.fsdp * learner.tp == 1,
         values=in_place and models.critic is not None,
         moments=("scoring", "training") if layout.offload else (),
     )
