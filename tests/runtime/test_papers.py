@@ -107,7 +107,7 @@ def test_a_fused_schedules_idle_time_in_micro_batches() -> None:
 def test_layouts_use_all_gpus_and_fit() -> None:
     for pair in _rlhfuse.PAIRS:
         run = _rlhfuse.Run(*pair, 1024)
-        assert {run.mesh(size).devices for size in pair} == {_rlhfuse.GPUS}
+        assert {run.layout(size).ranks for size in pair} == {_rlhfuse.GPUS}
         assert run.trained_bytes < 0.5 * run.on.usable_bytes
         assert run.cluster.device_count == _rlhfuse.GPUS
     zero = _rlhfuse.Run("13B", "33B", 512, _rlhfuse.Assumed("zero"))
