@@ -59,6 +59,12 @@ def test_a_reference_that_streams_is_sliced_before_it_is_sharded() -> None:
     assert config.cluster.processes[0].layout["reference"] == Layout(dp=2, tp=4)
 
 
+def test_a_critic_apart_is_sliced_and_never_sharded() -> None:
+    apart = [{"roles": ["critic"], "ranks": 4}]
+    config, _ = chosen(4, 12, cluster={"processes": apart}, algorithm={"name": "ppo"})
+    assert config.cluster.processes[0].layout == {"critic": Layout(tp=4)}
+
+
 def test_what_the_user_set_stays() -> None:
     config, lines = chosen(8, 80, rollout={"engines": 2})
     assert config.cluster.processes[0].layout == {"reference": Layout(dp=8)}

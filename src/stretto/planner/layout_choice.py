@@ -93,10 +93,11 @@ def _layouts(
         return
     ranks, streams = process.ranks, config.schedule.knobs.streams
     slices = [n for n in range(1, ranks + 1) if not ranks % n and shape.cuts_into(n)]
-    if role != GENERATOR and not streams:
+    has_shards = role not in (GENERATOR, "critic")  # a critic of its own follows the learner's
+    if has_shards and not streams:
         slices = [1]  # shards are as small as slices, and divide any model
     yield from (Layout(dp=ranks // n, tp=n) for n in slices)
-    if role != GENERATOR:
+    if has_shards:
         yield Layout(fsdp=ranks)
 
 
