@@ -257,6 +257,31 @@ def test_a_model_that_proposes_tokens_needs_a_number_and_a_whole_engine() -> Non
     recipes.build({"rollout": {"engine_args": args}, **whole}, "here")
 
 
+@pytest.mark.parametrize(
+    "process", [{"ranks": 4}, {"ranks": 2, "layout": {"learner": {"fsdp": 2}}}]
+)
+def test_a_learner_has_stages_or_shards(process: dict[str, Any]) -> None:
+    cluster = {"processes": [{"roles": ["learner", "generator"], **process}]}
+    staged = {"runtime": "local", "pipeline": {"ranks": 2}, "cluster": cluster}
+    ranks = f"{process['ranks']} ranks"
+    with raises(ConfigError, "stages-and-shards", "pipeline.ranks = 2", ranks):
+        recipes.build(staged, "here")
+
+
+def test_a_critic_that_scores_has_only_the_learners_shards() -> None:
+    shards = {"critic": {"fsdp": 4}}
+    joint = {"roles": ["learner", "critic"], "ranks": 4, "layout": shards}
+    recipes.build({"runtime": "local", "cluster": {"processes": [joint]}}, "here")
+    other_layout = {**joint, "layout": {**shards, "learner": {"fsdp": 2, "tp": 2}}}
+    apart = {"roles": ["critic"], "ranks": 4, "layout": shards}
+    for process in (other_layout, apart):
+        with raises(ConfigError, "critic-in-shards", "layout.critic = { fsdp = 4 }"):
+            recipes.build({"runtime": "local", "cluster": {"processes": [process]}}, "here")
+    lagging = {"schedule": {"preset": "async"}, "cluster": {"processes": [joint]}}
+    with raises(ConfigError, "critic-in-shards", "schedule.lag = 0"):
+        recipes.build({"runtime": "local", **lagging}, "here")
+
+
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with raises(ConfigError, "greater_than", "'steps = 0': ", "; unknown setting 'modl'"):
         recipes.load(write(tmp_path, "steps = 0\nmodl = 1"))

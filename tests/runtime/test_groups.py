@@ -836,14 +836,6 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
         trained(config, tmp_path, overrides=Overrides(actor=model))
 
 
-def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    shards = {"roles": ["learner"], "ranks": 2, "layout": {"learner": {"fsdp": 2}}}
-    learner = {"processes": [shards]}
-    config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2}, cluster=learner)
-    with raises(ConfigError, "stages-and-shards", "pipeline.ranks", "fsdp = 2"):
-        trained(config, tmp_path)
-
-
 # -- what crosses a boundary ---------------------------------------------------------------------
 
 

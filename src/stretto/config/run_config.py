@@ -260,6 +260,15 @@ class Config(Section):
             f"cluster.processes: ranks = {multi_rank[0].ranks} asks for processes, and runtime = "
             f"'{self.runtime}' has none; set runtime = 'local' or 'ray'"
         )
+        layout, process = self.cluster.learner_layout, self.cluster.process_of(LEARNER)
+        stages = self.pipeline.ranks
+        by_hand = layout.ranks > 1 and (LEARNER in process.layout or process.ranks != stages)
+        broken["stages-and-shards"] = (stages and by_hand) and (
+            f"pipeline.ranks = {stages} trains through stages, and cluster.processes divides the "
+            f"learner's {process.ranks} ranks by layout.learner = {layout}; set one or the other, "
+            "with one number of ranks"
+        )
+        self._critic_rules(broken)
         numbered = [p.device for p in self.cluster.processes if p.device.startswith("cuda:")]
         giver = self.runtime_kind.assigns_gpus
         broken["device-number-on-ray"] = (numbered and giver) and (
@@ -267,6 +276,21 @@ class Config(Section):
             f"runtime = '{self.runtime}' {giver} gives each rank its own; leave device out, or set "
             "it to 'cpu'"
         )
+
+    def _critic_rules(self, broken: Rules) -> None:
+        """Check shards of the critic as a scorer, which only the learner's own critic has."""
+        learners = self.cluster.process_of(LEARNER)
+        shared = not self.schedule.knobs.lag and not self.pipeline.ranks
+        for process in self.cluster.processes:
+            layout = process.layout.get("critic", Layout())
+            is_learners = shared and process is learners and layout == self.learner_layout
+            broken["critic-in-shards"] = (layout.fsdp > 1 and not is_learners) and (
+                f"cluster.processes: layout.critic = {layout} has shards, which the critic as a "
+                "scorer has only in the learner's ranks, in the learner's layout, with "
+                "schedule.lag = 0 and without pipeline.ranks; set dp and tp instead"
+            )
+            if broken["critic-in-shards"]:
+                return
 
     def _engine_rules(self, broken: Rules) -> None:
         able, engine = self.rollout.capabilities, self.rollout.engine

@@ -419,14 +419,6 @@ class MemoryWatch:
 
 def _check(config: Config, overrides: Overrides) -> None:
     layout, stages = config.cluster.learner_layout, config.pipeline.ranks
-    process = config.cluster.process_of(LEARNER)
-    by_hand = layout.ranks > 1 and (LEARNER in process.layout or process.ranks != stages)
-    if stages and by_hand:
-        raise ConfigError(
-            f"pipeline.ranks = {stages} trains through stages, and cluster.processes divides the "
-            f"learner by layout.learner = {layout}; set one or the other",
-            "stages-and-shards",
-        )
     by_object = overrides.actor is not None or overrides.critic is not None
     if layout.ranks > 1 and not stages and by_object:
         raise ConfigError(

@@ -87,8 +87,6 @@ def critic(setup: RoleSetup) -> ScorerService:
     shards = trained if isinstance(trained, ShardedModel) else None
     if shards and (setup.shares_weights or setup.layout):
         return _learners_critic(shards, setup, factory, notes)
-    if setup.layout and setup.layout.fsdp > 1:
-        raise _critic_in_slices(f"{setup.layout} has shards", "critic-in-shards")
     model = _critic(setup.for_loading())
     try:
         receiver = follow(model, setup)
@@ -97,7 +95,14 @@ def critic(setup: RoleSetup) -> ScorerService:
             raise
         if shards:
             return _learners_critic(shards, setup, factory, notes)
-        raise _critic_in_slices(str(error).partition("; ")[0], error.code) from error
+        reason = str(error).partition("; ")[0]
+        raise ModelError(
+            "the critic as a scorer has slices of its own, because it may lag behind the learner's "
+            f"or has other ranks, and {reason}. Give it tp alone, with slices that divide its "
+            "heads, or place it in the learner's ranks with schedule.lag = 0: then it uses the "
+            "learner's shards",
+            error.code,
+        ) from error
     (scorer,) = factory.model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
     give_back = setup.give_back
@@ -166,15 +171,6 @@ def _learners(setup: RoleSetup, name: str) -> TrainedModel | None:
     layout = model.grid.layout if isinstance(model, ShardedModel) else Layout()
     fits = isinstance(model, TrainedModel) and setup.layout in (None, layout)
     return model if fits else None
-
-
-def _critic_in_slices(reason: str, code: str) -> ModelError:
-    return ModelError(
-        "the critic as a scorer has slices of its own, because it may lag behind the learner's or "
-        f"has other ranks, and {reason}. Give it tp alone, with slices that divide its heads, or "
-        "place it in the learner's ranks with schedule.lag = 0: then it uses the learner's shards",
-        code,
-    )
 
 
 def _critic(setup: RoleSetup) -> nn.Module:
