@@ -161,6 +161,10 @@ def test_waste_is_remarked_on() -> None:
     (line,) = remarks_on(crowded, 2, 0)
     assert line.startswith("7 threads of 6 processes share 2 cores: put scorers together")
     assert not remarks_on(config(), 2, 0)  # they take turns
+    one_group = {"roles": ["learner", "generator", "reference", "critic"], "ranks": 5}
+    shared = config(cluster={"processes": [one_group]}, rollout={"engines": 5})
+    (line,) = remarks_on(shared, 2, 0)
+    assert line.startswith("5 threads of 5 processes share 2 cores: give processes fewer")
     together = config(cluster={"scorers": "together"})
     (line,) = remarks_on(together, 8, 4)
     assert line == "1 of 4 GPUs have no role"

@@ -267,9 +267,12 @@ def remarks(
     notes = []
     busy = sum((p.threads or cores) * len(p.devices) for p in found if p.device == "cpu")
     if knobs.overlaps(engines) and busy > 2 * cores:
+        ranks = sum(len(p.devices) for p in found)
+        apart = sum(all(seat.scorer for seat in p.roles) for p in found) > 1
+        remedy = "put scorers together (cluster.scorers = 'together'), or " if apart else ""
         notes.append(
-            f"{busy} threads of {len(found)} processes share {cores} cores: put scorers together "
-            "(cluster.scorers = 'together'), or give processes fewer (cluster.processes)"
+            f"{busy} threads of {ranks} processes share {cores} cores: {remedy}give processes "
+            "fewer (cluster.processes)"
         )
     for process in found:
         if process.offload and process.device == "cpu":
