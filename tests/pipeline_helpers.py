@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from stretto.pipelines.executor.stages import StageLayout
+from stretto.pipelines.executor.stages import NAMES, StageLayout
 from stretto.pipelines.graph import make_graph
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import ModelPipelines, Problem
@@ -21,10 +21,11 @@ def model(stages: int, pipelines: int, batches: int, **other: Any) -> ModelPipel
 
 def problem_of(layout: StageLayout, actor: int, critic: int) -> Problem:
     """The problem of so many micro-batches of each model, whose stages are all alike."""
-    return Problem(
-        model(layout.actor_stages, layout.actor_pipelines, actor // layout.actor_pipelines),
-        model(layout.critic_stages, layout.critic_pipelines, critic // layout.critic_pipelines),
-    )
+    models = [
+        model(*layout.of(name), count // layout.of(name)[1]).merged(layout.merged(name))
+        for name, count in zip(NAMES, (actor, critic), strict=True)
+    ]
+    return Problem(*models)
 
 
 @st.composite

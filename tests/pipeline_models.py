@@ -17,11 +17,10 @@ def language_model(kind: str, *, layers: int = 4, tied: bool = True, **settings:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, **settings}
     config = AutoConfig.for_model(
         kind,
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -31,7 +30,7 @@ def language_model(kind: str, *, layers: int = 4, tied: bool = True, **settings:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **settings,
+        **sizes,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 

@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from pipeline_helpers import problem_of
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.pipelines.executor.executor import Outbox, PipelineExecutor, TaskWork, saved_bytes
+from stretto.models.tensor_parallel import Cuts
+from stretto.pipelines.executor.executor import (
+    Outbox,
+    PipelineExecutor,
+    TaskWork,
+    join_slices,
+    saved_bytes,
+)
 from stretto.pipelines.executor.instructions import Timings
-from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout
+from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, slice_stage
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
 
@@ -56,7 +63,15 @@ class Trainer:
         self.rank = rank
         self.doomed = False
 
-    def load(self, actor: Stage, critic: Stage, layout: StageLayout) -> None:
+    def load(
+        self,
+        actor: Stage,
+        critic: Stage,
+        layout: StageLayout,
+        cuts: tuple[Cuts, Cuts] = (Cuts(), Cuts()),
+    ) -> None:
+        for name, stage, of_model in zip(NAMES, (actor, critic), cuts, strict=True):
+            slice_stage(stage, of_model, join_slices(layout, name, self.rank))
         self.stages = {"actor": Watched(actor), "critic": Watched(critic)}
         self.layout = layout
         self.executor = PipelineExecutor(actor, critic, layout, torch.device("cpu"))

@@ -21,6 +21,7 @@ from stretto.config.sections import (
     Section,
     Seed,
     TemplateArguments,
+    Workers,
     WorkersOrAuto,
 )
 
@@ -93,6 +94,14 @@ class PipelineConfig(Section):
     (data parallelism). 0 takes as many as ranks."""
     critic_stages: WorkersOrAuto = 0
     """Pipeline stages of the critic, by the same rule."""
+    actor_tp: Workers = 1
+    """Slices of the linear layers in each stage of the actor (tensor parallelism), on a rank each.
+    They divide the model's heads."""
+    critic_tp: Workers = 1
+    """The same for the critic. One of the two numbers divides the other. The model with fewer
+    slices has several stages beside one of the other's."""
+    replicas: Workers = 1
+    """Copies of all pipelines of both models, which share the micro-batches; divides ranks."""
     schedule: Literal["fused", "serial"] = "fused"
     """fused: both models at once, in opposite directions, so that each fills the other's bubbles,
     by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
@@ -104,8 +113,20 @@ class PipelineConfig(Section):
     """Time limit of a search for a fused schedule, in seconds. Searches run for each new number of
     micro-batches, and again once latencies are measured."""
 
+    def tp(self, model: Trained) -> int:
+        return self.actor_tp if model == "actor" else self.critic_tp
+
+    def merged(self, model: Trained) -> int:
+        """Return the stages of a model beside one of the model with more slices."""
+        return max(self.actor_tp, self.critic_tp) // self.tp(model)
+
+    def _in_replica(self, model: Trained) -> int:
+        """Return the number of stages of all pipelines of a model in a replica."""
+        return self.ranks // self.replicas // self.tp(model)
+
     def stages(self, model: Trained) -> int:
-        return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
+        stages = self.actor_stages if model == "actor" else self.critic_stages
+        return stages or self._in_replica(model)
 
     def describe_stages(self, model: Trained) -> str:
         stages = self.actor_stages if model == "actor" else self.critic_stages
@@ -113,11 +134,11 @@ class PipelineConfig(Section):
         return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
 
     def pipelines(self, model: Trained) -> int:
-        return self.ranks // self.stages(model)
+        return self._in_replica(model) // self.stages(model)
 
     @property
     def multiple(self) -> int:
-        return math.lcm(self.pipelines("actor"), self.pipelines("critic"))
+        return self.replicas * math.lcm(self.pipelines("actor"), self.pipelines("critic"))
 
     def rules(self, broken: Rules) -> None:
         """Check that stages and micro-batches divide evenly."""
@@ -126,9 +147,19 @@ class PipelineConfig(Section):
             "more, or to 0 to train in this process"
         )
         models: tuple[Trained, Trained] = ("actor", "critic")
-        uneven = [m for m in models if self.ranks and self.ranks % self.stages(m)]
+        slices = sorted(map(self.tp, models))
+        uneven_slices = slices[1] % slices[0] or self.ranks % (slices[1] * self.replicas)
+        broken["slices-not-divisor"] = (self.ranks and uneven_slices) and (
+            f"pipeline.actor_tp = {self.actor_tp}, pipeline.critic_tp = {self.critic_tp} and "
+            f"pipeline.replicas = {self.replicas} do not fit pipeline.ranks = {self.ranks}: one "
+            "tp must divide the other, and the larger one times replicas the ranks"
+        )
+        if broken["slices-not-divisor"]:
+            return
+        uneven = [m for m in models if self.ranks and self._in_replica(m) % self.stages(m)]
+        uneven += [m for m in models if self.ranks and self.stages(m) % self.merged(m)]
         broken["stages-not-divisor"] = uneven and (
-            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not divide "
+            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not fit "
             f"pipeline.ranks = {self.ranks}; choose a divisor, or 0 for as many as ranks"
         )
         shares = self.ranks and not uneven

@@ -23,17 +23,19 @@ from stretto.config import Config, PipelineConfig
 from stretto.config.training_config import token_budget
 from stretto.models.forward import by_token_budget
 from stretto.models.mapped import take
-from stretto.models.tensor_parallel import full_parameters
+from stretto.models.tensor_parallel import full_parameters, plan_cuts
 from stretto.pipelines.baselines import one_f_one_b
-from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
+from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork, join_slices
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
 from stretto.pipelines.executor.stages import (
     NAMES,
     Name,
+    Stage,
     StageOwners,
     check_stages,
     cut,
     layout_of,
+    slice_stage,
 )
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
@@ -90,7 +92,10 @@ class PipelinedBackprop:
         """
         missing = -len(batches) % self._config.multiple
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
-        plan = self._planner.plan(len(batches))
+        layout = self._executor.layout
+        share, replica = len(batches) // layout.replicas, layout.replica(dist.get_rank())
+        batches = batches[replica * share : (replica + 1) * share]
+        plan = self._planner.plan(share)
         timings, metrics = self.passes(plan, batches, kl_coef)
         if not trains_actor:
             self.models["actor"].discard()
@@ -112,7 +117,8 @@ class PipelinedBackprop:
         )
         with self._training():
             timings = self._executor.run(plan.schedule, plan.problem, actor, critic)
-        return timings, metrics
+        # Ranks with other slices of a last stage have the same.
+        return timings, {n: Metrics() if self.models[n].column else metrics[n] for n in NAMES}
 
     def _work(
         self, name: Name, batch: MicroBatch, kl_coef: float, metrics: dict[Name, Metrics]
@@ -183,16 +189,14 @@ def make(
         check_stages(p, name, model)
     layout, rank = layout_of(p), dist.get_rank()
     gloo_group = dist.new_group(backend="gloo")
-    divisions = {
-        name: Division(
-            model, full_parameters(model, {}), StageOwners.of(model, name, layout), gloo_group
-        )
-        for name, model in full.items()
-    }
-    stages = {
-        name: take(cut(model, p.stages(name), layout.place(name, rank)[1]), device)
-        for name, model in full.items()
-    }
+    divisions, stages = dict[Name, Division](), dict[Name, Stage]()
+    for name, model in full.items():
+        cuts = plan_cuts(model, layout.tp(name))
+        wholes, owners = full_parameters(model, cuts.dims), StageOwners.of(model, name, layout)
+        divisions[name] = Division(model, wholes, owners, gloo_group)
+        stage = cut(model, p.stages(name), layout.place(name, rank)[1])
+        slice_stage(stage, cuts, join_slices(layout, name, rank))
+        stages[name] = take(stage, device)
     executor = PipelineExecutor(stages["actor"], stages["critic"], layout, device)
     models = {
         name: StageModel(name, stages[name], full[name], divisions[name], executor, rates[name], t)
@@ -246,7 +250,7 @@ class Planner:
     def _guess(self, model: Name, size: float) -> ModelPipelines:
         """Guess latencies of a model's stages from ``size``, relative to the larger stages."""
         forward = max(round(GUESSED_TICKS * size), 1)
-        return ModelPipelines.of(
+        stages = ModelPipelines.of(
             self._config.stages(model),
             self._config.pipelines(model),
             1,
@@ -254,6 +258,7 @@ class Planner:
             backward=2 * forward,
             activation=forward,
         )
+        return stages.merged(self._config.merged(model))
 
     def measure(self, problem: Problem) -> None:
         self._problem, self.measured = problem, True

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stretto.bounds import ceil_div
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
+from stretto.layout import Layout
 from stretto.models.forward import (
     by_token_budget,
     inputs,
@@ -20,6 +21,7 @@ from stretto.models.forward import (
     states_at,
 )
 from stretto.models.logits import token_logprobs
+from stretto.models.shards import index
 from stretto.pipelines.executor.executor import PipelineExecutor
 from stretto.pipelines.executor.stages import Name, Stage
 from stretto.training.backprop import divided
@@ -58,8 +60,12 @@ class StageModel(DividedModel):
         self.name = name
         self._executor = executor
         self._names = [stage.names[local] for local in self._names]
-        bounds = division.own
-        self._held = {n: p for n, p in full.named_parameters() if n in bounds}
+        bounds, layout = division.own, executor.layout
+        self._slices = Layout(tp=layout.tp(name))
+        self.column = layout.column(name, dist.get_rank())
+        parameters = dict(full.named_parameters())  # of which the stage may have slices
+        parameters |= {stage.names[local]: p for local, p in stage.named_parameters()}
+        self._held = {n: p for n, p in parameters.items() if n in bounds}
         named_weights = zip(self._names, self._weights, strict=True)
         self._snapshots = Snapshots({n: weight for n, weight in named_weights if n in bounds})
 
@@ -71,13 +77,15 @@ class StageModel(DividedModel):
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
         """All pipelines share the passes. A collective."""
-        _, pipelines = self._executor.layout.of(self.name)
-        pipeline, _ = self._executor.layout.place(self.name, dist.get_rank())
+        layout, rank = self._executor.layout, dist.get_rank()
+        _, pipelines = layout.of(self.name)
+        pipeline, _ = layout.place(self.name, rank)
+        copies, copy = layout.replicas * pipelines, layout.replica(rank) * pipelines + pipeline
         tokens = [r.total_tokens for r in responses]
         count = len(by_token_budget(tokens, token_budget(budget, self.device)))
-        groups = divided(tokens, count, pipelines)
-        share = ceil_div(len(groups), pipelines)
-        groups = groups[pipeline * share : (pipeline + 1) * share]
+        groups = divided(tokens, count, copies)
+        share = ceil_div(len(groups), copies)
+        groups = groups[copy * share : (copy + 1) * share]
         read = [[responses[row] for row in rows] for rows in groups]
         logprobs = torch.zeros(mask.shape)
 
@@ -92,7 +100,7 @@ class StageModel(DividedModel):
             )
 
         self._executor.read(self.name, [pad_right(inputs(rows), CPU) for rows in read], take)
-        logprobs = logprobs.to(self.device)
+        logprobs = logprobs.to(self.device) * (self.column == 0)
         dist.all_reduce(logprobs)  # all but last stages have zeros
         return logprobs.cpu()
 
@@ -102,4 +110,6 @@ class StageModel(DividedModel):
         return super().update(self._executor.norm(self.name, gradients))
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
-        return super()._from_files(name, value).to(self.device)
+        box = self._slices.bounds(self.wholes[name], self.column)
+        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
+        return part.to(self.device)

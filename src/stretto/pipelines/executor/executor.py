@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import cast
 
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from stretto.errors import ConfigError
+from stretto.models.tensor_parallel import Slices
 from stretto.pipelines.executor.instructions import (
     PipelineTask,
     Receive,
     Send,
     Timings,
     instructions,
+    of_rank,
 )
 from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
@@ -85,11 +87,11 @@ class PipelineExecutor:
         Pipeline p takes the p-th consecutive part of a model's works, with the same shapes on all
         ranks."""
         self.layout.require(problem, len(actor), len(critic))
-        program = instructions(problem, schedule)[self._rank]
+        program = instructions(problem, schedule)[self.layout.slot(self._rank)]
         passes = self._pass("actor", actor), self._pass("critic", critic)
         word, result = [], None
         watch = Stopwatch(self._device)
-        for step in program:
+        for step in of_rank(self.layout, self._rank, program):
             task = step if isinstance(step, PipelineTask) else step.task
             model_pass = passes[task.pipeline >= self.layout.actor_pipelines]
             if isinstance(step, Receive):
@@ -111,23 +113,27 @@ class PipelineExecutor:
         """Run forward passes of one model on the micro-batches [b, L] of this rank's pipeline. On
         the last stage ``take`` gets the number of each, and its hidden states.
         """
-        pipeline, index = self.layout.place(name, self._rank)
         stage = self._stages[name]
+        source, target = (self.layout.neighbour(name, self._rank, step) for step in (-1, 1))
         for number, ids in enumerate(tokens):
             x = ids.to(self._device)
-            if not stage.first:
+            if source is not None:
                 x = torch.empty((*ids.shape, stage.hidden_size), dtype=stage.dtype, device=x.device)
-                dist.recv(x, self.layout.rank(name, pipeline, index - 1))
+                dist.recv(x, source)
             states = stage(x)
-            if stage.last:
+            if target is None:
                 take(number, states)
             else:
-                self._outbox.send(states, self.layout.rank(name, pipeline, index + 1))
+                self._outbox.send(states, target)
         self._outbox.flush()
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
         """Sum gradients in place over a model's pipelines, a tied weight's over its stages."""
-        works, tied = [], self._stages[name].tied
+        stage = self._stages[name]
+        works, tied = [], stage.tied
+        if stage.slices:
+            for key in sorted(gradients.keys() & stage.cuts.partial):
+                stage.slices.sum_(gradients[key])
         for groups, is_tied in ((self._same, False), (self._ends, True)):
             for key in sorted(gradients):
                 if (key in tied) == is_tied and name in groups:
@@ -139,10 +145,14 @@ class PipelineExecutor:
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
         """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
         pipeline, _ = self.layout.place(name, self._rank)
-        stage = self._stages[name]
+        stage, column = self._stages[name], self.layout.column(name, self._rank)
         square = torch.zeros((), dtype=torch.float64, device=self._device)
+        is_first = pipeline == self.layout.replica(self._rank) == 0
         for key, gradient in gradients.items():
-            if pipeline == 0 and (stage.first or key not in stage.tied):
+            counts = (stage.first or key not in stage.tied) and (
+                not column or key in stage.cuts.dims
+            )
+            if is_first and counts:
                 square += torch.linalg.vector_norm(gradient).double().square()
         dist.all_reduce(square)
         return math.sqrt(square.item())
@@ -285,9 +295,9 @@ def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     NCCL connects a pair in its first transfer, and both ranks wait for that. Here they do so in one
     order of the pairs. In a run, where a rank asks for a tensor long before it is computed, they
     could deadlock."""
-    for low, high in pairwise(range(layout.ranks)):
-        if all(layout.place(name, low)[0] != layout.place(name, high)[0] for name in NAMES):
-            continue  # all of their stages are of different pipelines
+    steps = ((r, layout.neighbour(name, r, 1)) for name in NAMES for r in range(layout.ranks))
+    pairs = {(min(one, other), max(one, other)) for one, other in steps if other is not None}
+    for low, high in sorted(pairs):
         if rank == low:
             dist.send(torch.zeros(1, device=device), high)
         elif rank == high:
@@ -298,16 +308,25 @@ _Groups = dict[Name, dist.ProcessGroup]
 
 
 def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
-    """Make the groups in which gradients are summed, on all ranks at once: ranks with one stage of
-    a model, and ranks with its first and last stage, for a tied weight."""
+    """Make the groups in which gradients are summed, on all ranks at once: ranks with one slice of
+    a model's stage, and ranks with one of its first and last stage, for a tied weight."""
     same, ends = _Groups(), _Groups()
     for name in NAMES:
-        stages, pipelines = layout.of(name)
-        for stage in range(stages):
-            _join(same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank)
-        ranks = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
-        _join(ends, name, sorted(ranks), rank)
+        stages, _ = layout.of(name)
+        for column in range(layout.tp(name)):
+            for stage in range(stages):
+                _join(same, name, layout.alike(name, [stage], column), rank)
+            _join(ends, name, layout.alike(name, {0, stages - 1}, column), rank)
     return same, ends
+
+
+def join_slices(layout: StageLayout, name: Name, rank: int) -> Slices | None:
+    """Make the groups of ranks that hold the slices of a stage, on all ranks at once. Return this
+    rank's, or ``None`` if a model is not sliced."""
+    groups, tp = _Groups(), layout.tp(name)
+    for first in range(0, layout.ranks, tp):
+        _join(groups, name, [*range(first, first + tp)], rank)
+    return Slices(groups[name]) if name in groups else None
 
 
 def _join(groups: _Groups, name: Name, ranks: list[int], rank: int) -> None:

@@ -17,7 +17,7 @@ ends in the words is done or in progress, so it happens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -66,9 +66,8 @@ Instruction = PipelineTask | Receive | Send
 def instructions(
     problem: Problem, schedule: PipelineSchedule
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """List the instructions of each rank, in order. Rank r is device r. They are correct for any
-    latencies, and fastest if the problem's are accurate. Raises ConfigError if the schedule cannot
-    run."""
+    """List the instructions of each device, in order. They are correct for any latencies, and
+    fastest if the problem's are accurate. Raises ConfigError if the schedule cannot run."""
     evaluation = evaluate(problem, schedule)
     graph = make_graph(problem)
     ends = evaluation.starts + graph.duration[graph.queue_of]
@@ -92,6 +91,33 @@ def instructions(
             program += [_task(graph, task), *([send] if send else [])]
         programs.append(tuple(program))
     return tuple(programs)
+
+
+def of_rank(
+    layout: StageLayout, rank: int, program: Sequence[Instruction]
+) -> Iterator[Instruction]:
+    """Yield a rank's instructions, by the program of its slot. Where the slot has several stages of
+    a model, those in between exchange tensors as they run each of its tasks, in the same order.
+    """
+    slot = layout.slot(rank)
+    for step in program:
+        task = step if isinstance(step, PipelineTask) else step.task
+        name: Name = "actor" if task.pipeline < layout.actor_pipelines else "critic"
+        onward = 1 if task.kind == "F" else -1
+        source = layout.neighbour(name, rank, -onward)
+        target = layout.neighbour(name, rank, onward)
+        takes_here = source is not None and layout.slot(source) == slot
+        gives_here = target is not None and layout.slot(target) == slot
+        if isinstance(step, PipelineTask):
+            if source is not None and takes_here:
+                yield Receive(task, source)
+            yield task
+            if target is not None and gives_here:
+                yield Send(task, target)
+        elif isinstance(step, Receive) and source is not None and not takes_here:
+            yield Receive(task, source)
+        elif isinstance(step, Send) and target is not None and not gives_here:
+            yield Send(task, target)
 
 
 def _task(graph: Graph, task: int) -> PipelineTask:
@@ -145,23 +171,25 @@ def makespan_us(timings: Sequence[Timings]) -> int:
 def _measured(
     layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
 ) -> ModelPipelines:
-    stages, pipelines = layout.of(name)
+    merged = layout.merged(name)
+    (stages, pipelines), ranks = layout.of(name), range(layout.slots * layout.slot_size)
+    wide = range(stages // merged)  # stages of the problem
     first = 0 if name == "actor" else layout.actor_pipelines
     numbers = range(first, first + pipelines)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     ends: dict[tuple[PipelineTask, int], float] = {}
-    for rank, rank_timings in enumerate(timings):
+    for rank, rank_timings in zip(ranks, timings, strict=False):
         _, stage = layout.place(name, rank)
         for task, start, end in zip(
             rank_timings.word, rank_timings.start, rank_timings.end, strict=True
         ):
             if task.pipeline in numbers:
-                seconds[task.kind, stage].append(end - start)
+                seconds[task.kind, stage // merged].append(end - start)
                 ends[task, stage] = end
     travels, saved_by_stage = [], defaultdict[int, list[int]](list)
-    for rank, rank_timings in enumerate(timings):
+    for rank, rank_timings in zip(ranks, timings, strict=False):
         _, stage = layout.place(name, rank)
-        saved_by_stage[stage].append(saved[rank])
+        saved_by_stage[stage // merged].append(saved[rank])
         for task, wait_start, start in zip(
             rank_timings.word, rank_timings.asked, rank_timings.start, strict=True
         ):
@@ -169,11 +197,11 @@ def _measured(
             if task.pipeline in numbers and input_end is not None and wait_start < input_end:
                 travels.append(start - input_end)
     return ModelPipelines.of(
-        stages,
+        len(wide),
         pipelines,
         len(ends) // (2 * stages * pipelines),
-        forward=[max(1, round(_US * median(seconds["F", s]))) for s in range(stages)],
-        backward=[max(1, round(_US * median(seconds["B", s]))) for s in range(stages)],
-        activation=[float(max(saved_by_stage[s])) for s in range(stages)],
+        forward=[max(1, round(_US * median(seconds["F", s]))) for s in wide],
+        backward=[max(1, round(_US * median(seconds["B", s]))) for s in wide],
+        activation=[float(max(saved_by_stage[s])) for s in wide],
         communication=max(0, round(_US * median(travels))) if travels else 0,
     )

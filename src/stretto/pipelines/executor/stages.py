@@ -9,9 +9,11 @@ Shapes: b sequences in a micro-batch, L padded tokens, H hidden.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal, cast
 
 import torch
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 
 from stretto.config import PipelineConfig
 from stretto.errors import ConfigError, ModelError
-from stretto.layout import Bounds, Divisible, full_bounds
+from stretto.layout import Bounds, Divisible, Layout
 from stretto.models import attention
 from stretto.models.forward import backbone, output_head, plain_states, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
+from stretto.models.tensor_parallel import Cuts, Slices, cut_linears
 from stretto.models.weights import with_own_structure
 from stretto.pipelines.problem import Problem
 
@@ -42,8 +45,12 @@ class Stage(nn.Module):
 
     Its ``index`` counts from 0. ``names`` maps its parameters' names to those in the full model,
     where a tied weight has the one name under which the model lists it. ``tied`` are the full
-    model's names of weights that both the first and the last stage hold.
+    model's names of weights that both the first and the last stage hold. ``slices`` are the ranks
+    that hold the rest of its linear layers, if they are sliced, by ``cuts`` of the full model.
     """
+
+    slices: Slices | None = None
+    cuts = Cuts()
 
     def __init__(self, body: nn.Module, index: int, stages: int) -> None:
         super().__init__()
@@ -222,46 +229,107 @@ def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Layout of the two models on the ranks. Rank r is device r of the problem. Raises ConfigError
-    if the two do not cover the same ranks."""
+    """Layout of the two models on the ranks. Raises ConfigError if the two do not cover the same.
+
+    A device of the problem is a slot of neighbouring ranks, as many as the larger of both models'
+    numbers of slices. The model with fewer slices has several consecutive stages in a slot, which
+    the problem sees as one (Zhong et al. 2024, "RLHFuse", section 5.2). The block of all slots is
+    repeated ``replicas`` times.
+    """
 
     actor_stages: int
     actor_pipelines: int
     critic_stages: int
     critic_pipelines: int
+    actor_tp: int = 1
+    critic_tp: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks != self.critic_stages * self.critic_pipelines:
+        covered = [self.tp(name) * math.prod(self.of(name)) for name in NAMES]
+        left_over = [(self.slot_size % self.tp(n), self.of(n)[0] % self.merged(n)) for n in NAMES]
+        if covered[0] != covered[1] or any(map(any, left_over)):
             raise ConfigError(
-                f"{self.actor_pipelines} pipelines of {self.actor_stages} stages of the actor, and "
-                f"{self.critic_pipelines} of {self.critic_stages} of the critic: both must cover "
-                "the same ranks",
+                f"{self._described('actor')}, and {self._described('critic')}: both must cover the "
+                "same ranks, and stages with fewer slices must fill them in whole numbers",
                 "other-devices",
             )
 
     @property
+    def slot_size(self) -> int:
+        return max(self.actor_tp, self.critic_tp)
+
+    @property
+    def slots(self) -> int:
+        return self.actor_stages * self.actor_pipelines // self.merged("actor")
+
+    @property
     def ranks(self) -> int:
-        return self.actor_stages * self.actor_pipelines
+        return self.replicas * self.slots * self.slot_size
 
     def of(self, name: Name) -> tuple[int, int]:
+        """Return a model's stages, and its pipelines in the block."""
         if name == "actor":
             return self.actor_stages, self.actor_pipelines
         return self.critic_stages, self.critic_pipelines
 
-    def place(self, name: Name, rank: int) -> tuple[int, int]:
-        stages, _ = self.of(name)
-        pipeline, along = divmod(rank, stages)
-        return pipeline, along if name == "actor" else stages - 1 - along
+    def tp(self, name: Name) -> int:
+        return self.actor_tp if name == "actor" else self.critic_tp
 
-    def rank(self, name: Name, pipeline: int, stage: int) -> int:
-        stages, _ = self.of(name)
-        return pipeline * stages + (stage if name == "actor" else stages - 1 - stage)
+    def merged(self, name: Name) -> int:
+        """Return the consecutive stages of a model in a slot."""
+        return max(self.slot_size // self.tp(name), 1)
+
+    def slot(self, rank: int) -> int:
+        return rank // self.slot_size % self.slots
+
+    def replica(self, rank: int) -> int:
+        return rank // (self.slots * self.slot_size)
+
+    def place(self, name: Name, rank: int) -> tuple[int, int]:
+        """Return the pipeline in the block, and the stage, that a rank holds."""
+        merged = self.merged(name)
+        wide = self.of(name)[0] // merged
+        pipeline, along = divmod(self.slot(rank), wide)
+        along = along if name == "actor" else wide - 1 - along
+        return pipeline, along * merged + rank % self.slot_size // self.tp(name)
+
+    def column(self, name: Name, rank: int) -> int:
+        """Return the number of the slice of its stage that a rank holds."""
+        return rank % self.tp(name)
+
+    def rank(self, name: Name, pipeline: int, stage: int, column: int = 0, replica: int = 0) -> int:
+        merged = self.merged(name)
+        wide = self.of(name)[0] // merged
+        along, part = divmod(stage, merged)
+        slot = pipeline * wide + (along if name == "actor" else wide - 1 - along)
+        return (replica * self.slots + slot) * self.slot_size + part * self.tp(name) + column
+
+    def neighbour(self, name: Name, rank: int, step: int) -> int | None:
+        """Return the rank with the next stage (``step`` 1), or the one before (-1), if any."""
+        pipeline, stage = self.place(name, rank)
+        if not 0 <= stage + step < self.of(name)[0]:
+            return None
+        column, replica = self.column(name, rank), self.replica(rank)
+        return self.rank(name, pipeline, stage + step, column, replica)
+
+    def alike(self, name: Name, stages: Iterable[int], column: int) -> list[int]:
+        """Return the ranks of all pipelines that hold a slice of these stages, in order."""
+        pipelines, replicas = range(self.of(name)[1]), range(self.replicas)
+        places = product(pipelines, stages, replicas)
+        return sorted(self.rank(name, p, stage, column, replica) for p, stage, replica in places)
+
+    def _described(self, name: Name) -> str:
+        stages, pipelines = self.of(name)
+        slices = f" in {self.tp(name)} slices" if self.slot_size > 1 else ""
+        return f"{pipelines} pipelines of {stages} stages{slices} of the {name}"
 
     def require(self, problem: Problem, *micro_batches: int) -> None:
         """Check that a problem has this layout and these numbers of micro-batches of the models."""
         for name, model, count in zip(NAMES, problem.models, micro_batches, strict=True):
             problem_layout = model.stages, model.pipelines, model.pipelines * model.micro_batches
-            run_layout = (*self.of(name), count)
+            stages, pipelines = self.of(name)
+            run_layout = stages // self.merged(name), pipelines, count
             if problem_layout != run_layout:
                 problem_text, run_text = (
                     f"{pipelines} pipelines of {stages} stages with {total} micro-batches"
@@ -276,29 +344,48 @@ class StageLayout:
 
 def layout_of(config: PipelineConfig) -> StageLayout:
     actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
-    return StageLayout(*actor, *critic)
+    slices = config.tp("actor"), config.tp("critic")
+    return StageLayout(*actor, *critic, *slices, config.replicas)
+
+
+def slice_stage(stage: Stage, cuts: Cuts, slices: Slices | None) -> None:
+    """Keep a rank's slices of a stage's linear layers. ``cuts`` are of the full model."""
+    if slices is None:
+        return
+    stage.slices, stage.cuts = slices, cuts
+    dims = {local: cuts.dims[n] for local, n in stage.names.items() if n in cuts.dims}
+    cut_linears(stage, Cuts(dims), slices)
 
 
 @dataclass(frozen=True, slots=True)
 class StageOwners:
-    """The ranks that hold a model in stages, and the first rank that holds each parameter. Ranks of
+    """The ranks that hold a model in stages, and the first ones that hold each parameter. Ranks of
     other pipelines hold the same stages. Parameters of no stage, which are frozen, are the first
-    stage's.
+    stage's. ``holders`` has the stage of each parameter.
     """
 
-    ranks: int
+    name: Name
+    layout: StageLayout
     holders: Mapping[str, int]
 
     @classmethod
     def of(cls, model: nn.Module, name: Name, layout: StageLayout) -> StageOwners:
         """Return the owners of a full model, by its structure. Reads no weights."""
         stages, _ = layout.of(name)
-        first = layout.rank(name, 0, 0)
-        holders = {parameter: first for parameter, _ in model.named_parameters()}
+        holders = {parameter: 0 for parameter, _ in model.named_parameters()}
         for index in reversed(range(stages)):  # a tied weight belongs to the first stage
             stage, _ = _cut(model, stages, index)
-            holders |= dict.fromkeys(stage.names.values(), layout.rank(name, 0, index))
-        return cls(layout.ranks, holders)
+            holders |= dict.fromkeys(stage.names.values(), index)
+        return cls(name, layout, holders)
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
 
     def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
-        return {n: full_bounds(p.shape) for n, p in full.items() if self.holders[n] == rank}
+        pipeline, stage = self.layout.place(self.name, rank)
+        if pipeline or self.layout.replica(rank):
+            return {}
+        slices, column = Layout(tp=self.layout.tp(self.name)), self.layout.column(self.name, rank)
+        bounds = {n: slices.first(p, column) for n, p in full.items() if self.holders[n] == stage}
+        return {name: box for name, box in bounds.items() if box is not None}
