@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,23 @@ def settings(**sections: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[RankGroup]:
-    """Two ranks that several tests use in turn, as they take seconds to start."""
-    ranks = RankGroup(GroupSpec(2), StagedRank).start()
-    yield ranks
-    ranks.close()
+def started() -> Iterator[Callable[[int], RankGroup]]:
+    """Ranks that several tests use in turn, as they take seconds to start."""
+    groups = dict[int, RankGroup]()
+
+    def of(count: int) -> RankGroup:
+        if count not in groups:
+            groups[count] = RankGroup(GroupSpec(count), StagedRank).start()
+        return groups[count]
+
+    yield of
+    for ranks in groups.values():
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def two(started: Callable[[int], RankGroup]) -> RankGroup:
+    return started(2)
 
 
 def local_learner(kind: str, given: Mapping[str, Any]) -> PolicyLearner:
@@ -145,14 +157,33 @@ CASES: dict[str, dict[str, Any]] = {
     "partly frozen": {"training": {"lr_schedule": "linear", "minibatches": 2}},
     "untied": {"pipeline": {"schedule": "serial"}},
     "checkpointing": {"pipeline": {"schedule": "serial"}},
+    "slices": {
+        "pipeline": {"ranks": 4, "actor_tp": 2, "critic_tp": 2},
+        "training": {"microbatch_tokens": 40, "grad_clip": 0.5},
+    },
+    "lora, slices of the actor beside two stages of the critic": {
+        "pipeline": {"ranks": 4, "actor_tp": 2, "critic_stages": 2},
+    },
+    "replicas": {"pipeline": {"ranks": 4, "replicas": 2}, "training": {"minibatches": 2}},
+    "replicas with slices": {
+        "pipeline": {"ranks": 8, "actor_tp": 2, "critic_tp": 2, "replicas": 2},
+        "training": {"microbatch_tokens": 40},
+    },
 }
+KINDS = ("lora", "partly frozen", "untied", "checkpointing")
+SLOW = {"replicas", "replicas with slices"}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_one_process(case: str, two: RankGroup, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+)
+def test_steps_are_those_of_one_process(
+    case: str, started: Callable[[int], RankGroup], tmp_path: Path
+) -> None:
     """Figures and weights, and the state put into a learner of the other kind, there and back."""
-    kind = case if case in ("lora", "partly frozen", "untied", "checkpointing") else "plain"
+    kind = next((kind for kind in KINDS if case.startswith(kind)), "plain")
     given = settings(**copy.deepcopy(CASES[case]))
+    two = started(given["pipeline"]["ranks"])
     batch = batch_of()
     local = local_learner(kind, given)
     two.call(StagedRank.make, kind, given)

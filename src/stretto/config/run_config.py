@@ -87,7 +87,8 @@ class Config(Section):
         """The layout of the learner's ranks. If pipelines divide its models, that of the actor."""
         p = self.pipeline
         if p.ranks:
-            return Layout(dp=p.pipelines("actor"), pp=p.stages("actor"))
+            copies = p.replicas * p.pipelines("actor")
+            return Layout(dp=copies, pp=p.stages("actor"), tp=p.actor_tp)
         return self.cluster.learner_layout
 
     @property

@@ -120,6 +120,11 @@ class PipelineConfig(Section):
         """Return the stages of a model beside one of the model with more slices."""
         return max(self.actor_tp, self.critic_tp) // self.tp(model)
 
+    @property
+    def _slices_note(self) -> str:
+        slices = self.actor_tp * self.critic_tp * self.replicas > 1
+        return " by slices and replicas" if slices else ""
+
     def _in_replica(self, model: Trained) -> int:
         """Return the number of stages of all pipelines of a model in a replica."""
         return self.ranks // self.replicas // self.tp(model)
@@ -159,8 +164,8 @@ class PipelineConfig(Section):
         uneven = [m for m in models if self.ranks and self._in_replica(m) % self.stages(m)]
         uneven += [m for m in models if self.ranks and self.stages(m) % self.merged(m)]
         broken["stages-not-divisor"] = uneven and (
-            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not fit "
-            f"pipeline.ranks = {self.ranks}; choose a divisor, or 0 for as many as ranks"
+            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not divide "
+            f"pipeline.ranks = {self.ranks}{self._slices_note}; choose a divisor, or 0"
         )
         shares = self.ranks and not uneven
         broken["micro-batches-not-multiple"] = (shares and self.micro_batches % self.multiple) and (
