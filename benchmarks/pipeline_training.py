@@ -114,7 +114,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         settings = {
             "ranks": args.ranks,
-            "critic_stages": args.critic_stages,
+            "pp": (0, args.critic_stages),
             "seconds": args.seconds,
         }
         self.config = Config.model_validate({"pipeline": settings})

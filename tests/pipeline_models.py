@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeline_workers import Batch, lm_loss, value_loss
+from stretto.models.forward import backbone, output_head
 from stretto.models.heads import critic_from_actor
 
 VOCABULARY = 53
+RAGGED = [(9, 4, 7), (12,), (3, 3, 2, 5), (6, 11)]
 
 
 def language_model(kind: str, *, layers: int = 4, tied: bool = True, **settings: Any) -> Any:
@@ -39,3 +43,29 @@ def critic_of(actor: Any) -> Any:
     critic: Any = critic_from_actor(actor)
     nn.init.normal_(critic.score.weight, std=0.2, generator=torch.Generator().manual_seed(1))
     return critic
+
+
+def make_batches(shapes: Sequence[Sequence[int]], seed: int) -> list[Batch]:
+    """Micro-batches with rows of the given lengths, padded with noise: nothing may depend on it."""
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        Batch(torch.randint(VOCABULARY, (len(rows), max(rows)), generator=rng), tuple(rows))
+        for rows in shapes
+    ]
+
+
+def serial_gradients(model: Any, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Of the whole model in this process, micro-batch after micro-batch."""
+    model.zero_grad()
+    for batch in batches:
+        hidden = backbone(model)(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        is_critic = model.get_output_embeddings() is None
+        loss = (
+            value_loss(model, hidden, batch)
+            if is_critic
+            else lm_loss(output_head(model), hidden, batch)
+        )
+        loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found

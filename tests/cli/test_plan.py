@@ -169,7 +169,7 @@ def test_train_takes_every_plan(gpus: int, engine: str) -> None:
                 layout.learner.ranks,
                 candidate.pipelining,
             )
-            assert pipeline.stages("actor") == pipeline.stages("critic") == layout.learner.pp
+            assert pipeline.stages_of("actor") == pipeline.stages_of("critic") == layout.learner.pp
         assert config.rollout.engines == layout.generator.dp
         assert sum(role.startswith("generator") for role in seats) == layout.generator.dp
         kind = "pipeline" if layout.learner.pp > 1 else "shards" if layout.scorer.fsdp > 1 else ""

@@ -13,13 +13,18 @@ from torch import Tensor, nn
 
 from _published import greedy
 from pipeline_helpers import problem_of
-from pipeline_models import VOCABULARY, critic_of, language_model
-from pipeline_workers import Batch, Trainer, lm_loss, value_loss
+from pipeline_models import (
+    RAGGED,
+    critic_of,
+    language_model,
+    make_batches,
+    serial_gradients,
+)
+from pipeline_workers import Trainer, value_loss
 from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.attention import use_short_attention
-from stretto.models.forward import backbone, output_head
 from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import one_f_one_b
@@ -31,32 +36,6 @@ from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import solve
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec
-
-
-def make_batches(shapes: Sequence[Sequence[int]], seed: int) -> list[Batch]:
-    """Micro-batches with rows of the given lengths, padded with noise: nothing may depend on it."""
-    rng = torch.Generator().manual_seed(seed)
-    return [
-        Batch(torch.randint(VOCABULARY, (len(rows), max(rows)), generator=rng), tuple(rows))
-        for rows in shapes
-    ]
-
-
-def serial_gradients(model: Any, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Of the whole model in this process, micro-batch after micro-batch."""
-    model.zero_grad()
-    for batch in batches:
-        hidden = backbone(model)(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        is_critic = model.get_output_embeddings() is None
-        loss = (
-            value_loss(model, hidden, batch)
-            if is_critic
-            else lm_loss(output_head(model), hidden, batch)
-        )
-        loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 def require_close(ours: Tensor, serial: Tensor, most: float = 1e-6) -> None:
@@ -113,9 +92,6 @@ def four() -> Iterator[RankGroup]:
     ranks = RankGroup(GroupSpec(4), Trainer).start()
     yield ranks
     ranks.close()
-
-
-RAGGED = [(9, 4, 7), (12,), (3, 3, 2, 5), (6, 11)]
 
 
 def schedules(problem: Problem) -> list[PipelineSchedule]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline_executor import RAGGED, make_batches, serial_gradients
 from torch import Tensor
 
 from pipeline_helpers import problem_of
-from pipeline_models import critic_of, language_model
+from pipeline_models import RAGGED, critic_of, language_model, make_batches, serial_gradients
 from pipeline_workers import Batch, Trainer
 from raising import raises
 from stretto.errors import ConfigError

@@ -84,7 +84,7 @@ def check_run(
                 info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
             layouts = config.generator_layouts
             layouts += chain(*map(config.cluster.layouts, (LEARNER, "reference")))
-            _check_slices(info, *(layout.tp for layout in layouts))
+            _check_slices(info, *(layout.tp for layout in layouts), config.pipeline.tp[0])
             _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)
@@ -245,7 +245,7 @@ def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> 
     if not pipeline.ranks:
         return
     for name in ("actor", "critic"):
-        stages = pipeline.stages(name)
+        stages = pipeline.stages_of(name)
         if (name == "actor" or alike) and info.layers and info.layers < stages:
             raise ModelError(
                 f"{pipeline.describe_stages(name)}: '{info.name}' has {info.layers} layers, "

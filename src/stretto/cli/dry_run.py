@@ -77,7 +77,9 @@ def _pipelines(p: PipelineConfig) -> Iterator[str]:
     if not p.ranks:
         return
     for name in ("actor", "critic"):
-        yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
+        slices = f" in {p.slices_of(name)} slices each" if p.slices_of(name) > 1 else ""
+        stages = f"{_many(p.stages_of(name), 'stage')}{slices}"
+        yield f"{name}: {_many(p.replicas * p.pipelines(name), 'pipeline')} of {stages}"
 
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:

@@ -29,7 +29,7 @@ from stretto.config.sections import (
     TaskConfig,
     WorkersOrAuto,
 )
-from stretto.config.training_config import PipelineConfig, TrainingConfig
+from stretto.config.training_config import PipelineConfig, Trained, TrainingConfig
 from stretto.errors import ConfigError
 from stretto.layout import Layout
 
@@ -84,11 +84,14 @@ class Config(Section):
 
     @property
     def learner_layout(self) -> Layout:
-        """The layout of the learner's ranks. If pipelines divide its models, that of the actor."""
+        """The layout of the learner's ranks. If pipelines divide its models, that of the actor, or
+        of the critic if it has more slices.
+        """
         p = self.pipeline
         if p.ranks:
-            copies = p.replicas * p.pipelines("actor")
-            return Layout(dp=copies, pp=p.stages("actor"), tp=p.actor_tp)
+            model: Trained = "critic" if p.tp[1] > p.tp[0] else "actor"
+            copies = p.replicas * p.pipelines(model)
+            return Layout(dp=copies, pp=p.stages_of(model), tp=p.slices_of(model))
         return self.cluster.learner_layout
 
     @property

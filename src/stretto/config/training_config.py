@@ -4,9 +4,9 @@ training."""
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stretto.config.sections import (
     ModelConfig,
@@ -27,6 +27,7 @@ from stretto.config.sections import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Trained = Literal["actor", "critic"]
+MODELS: tuple[Trained, Trained] = ("actor", "critic")
 
 
 class OptimizerConfig(Section):
@@ -89,19 +90,13 @@ class PipelineConfig(Section):
     ranks: WorkersOrAuto = 0
     """Processes that train, each with a stage of the actor and one of the critic, on CPUs (sharing
     their threads) or a GPU each; 0 trains in this process."""
-    actor_stages: WorkersOrAuto = 0
-    """Pipeline stages of the actor; divides ranks, which hold ranks / actor_stages pipelines of it
-    (data parallelism). 0 takes as many as ranks."""
-    critic_stages: WorkersOrAuto = 0
-    """Pipeline stages of the critic, by the same rule."""
-    actor_tp: Workers = 1
-    """Slices of the linear layers in each stage of the actor (tensor parallelism), on a rank each.
-    They divide the model's heads."""
-    critic_tp: Workers = 1
-    """The same for the critic. One of the two numbers divides the other. The model with fewer
-    slices has several stages beside one of the other's."""
-    replicas: Workers = 1
-    """Copies of all pipelines of both models, which share the micro-batches; divides ranks."""
+    pp: tuple[WorkersOrAuto, WorkersOrAuto] = (0, 0)
+    """Pipeline stages of the actor and of the critic. Ranks left over by one pipeline hold further
+    ones, which share the micro-batches (data parallelism). 0 takes as many as there are ranks."""
+    tp: tuple[Workers, Workers] = (1, 1)
+    """Slices of the linear layers in each stage of the actor and of the critic (tensor
+    parallelism), on a rank each. They divide the model's heads, and one number the other. The model
+    with fewer slices has several stages beside one of the other's."""
     schedule: Literal["fused", "serial"] = "fused"
     """fused: both models at once, in opposite directions, so that each fills the other's bubbles,
     by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
@@ -113,33 +108,44 @@ class PipelineConfig(Section):
     """Time limit of a search for a fused schedule, in seconds. Searches run for each new number of
     micro-batches, and again once latencies are measured."""
 
-    def tp(self, model: Trained) -> int:
-        return self.actor_tp if model == "actor" else self.critic_tp
+    @model_validator(mode="before")
+    @classmethod
+    def _from_older_files(cls, data: Any) -> Any:
+        """Read ``actor_stages`` and ``critic_stages``, the names of ``pp`` in older files."""
+        names = ("actor_stages", "critic_stages")
+        if not isinstance(data, dict) or "pp" in data or not {*names} & data.keys():
+            return data
+        rest = {name: value for name, value in data.items() if name not in names}
+        return {**rest, "pp": tuple(data.get(name, 0) for name in names)}
+
+    def slices_of(self, model: Trained) -> int:
+        return self.tp[model == "critic"]
 
     def merged(self, model: Trained) -> int:
         """Return the stages of a model beside one of the model with more slices."""
-        return max(self.actor_tp, self.critic_tp) // self.tp(model)
+        return max(self.tp) // self.slices_of(model)
 
-    @property
-    def _slices_note(self) -> str:
-        slices = self.actor_tp * self.critic_tp * self.replicas > 1
-        return " by slices and replicas" if slices else ""
-
-    def _in_replica(self, model: Trained) -> int:
-        """Return the number of stages of all pipelines of a model in a replica."""
-        return self.ranks // self.replicas // self.tp(model)
-
-    def stages(self, model: Trained) -> int:
-        stages = self.actor_stages if model == "actor" else self.critic_stages
-        return stages or self._in_replica(model)
+    def stages_of(self, model: Trained) -> int:
+        return self.pp[model == "critic"] or self.ranks // self.slices_of(model)
 
     def describe_stages(self, model: Trained) -> str:
-        stages = self.actor_stages if model == "actor" else self.critic_stages
-        derived = "" if stages else " (as many as pipeline.ranks)"
-        return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
+        derived = "" if self.pp[model == "critic"] else ", as many as ranks"
+        return f"pipeline.pp of the {model} ({self.stages_of(model)}{derived})"
+
+    @property
+    def _slots(self) -> int:
+        """The smallest number of stages side by side that pipelines of both models fill."""
+        wide = (self.stages_of(model) // self.merged(model) for model in MODELS)
+        return max(math.lcm(*wide), 1)
+
+    @property
+    def replicas(self) -> int:
+        """How often the smallest block of pipelines of both models is repeated."""
+        return self.ranks // max(self.tp) // self._slots
 
     def pipelines(self, model: Trained) -> int:
-        return self._in_replica(model) // self.stages(model)
+        """Return the pipelines of a model in each replica."""
+        return self._slots * self.merged(model) // self.stages_of(model)
 
     @property
     def multiple(self) -> int:
@@ -151,21 +157,17 @@ class PipelineConfig(Section):
             "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
             "more, or to 0 to train in this process"
         )
-        models: tuple[Trained, Trained] = ("actor", "critic")
-        slices = sorted(map(self.tp, models))
-        uneven_slices = slices[1] % slices[0] or self.ranks % (slices[1] * self.replicas)
+        uneven_slices = max(self.tp) % min(self.tp) or self.ranks % max(self.tp)
         broken["slices-not-divisor"] = (self.ranks and uneven_slices) and (
-            f"pipeline.actor_tp = {self.actor_tp}, pipeline.critic_tp = {self.critic_tp} and "
-            f"pipeline.replicas = {self.replicas} do not fit pipeline.ranks = {self.ranks}: one "
-            "tp must divide the other, and the larger one times replicas the ranks"
+            f"pipeline.tp = {list(self.tp)}: one number must divide the other, and the "
+            f"larger one pipeline.ranks = {self.ranks}"
         )
         if broken["slices-not-divisor"]:
             return
-        uneven = [m for m in models if self.ranks and self._in_replica(m) % self.stages(m)]
-        uneven += [m for m in models if self.ranks and self.stages(m) % self.merged(m)]
+        uneven = [m for m in MODELS if self.ranks and self._is_uneven(m)]
         broken["stages-not-divisor"] = uneven and (
-            f"pipeline.{uneven[0]}_stages = {self.stages(uneven[0])} does not divide "
-            f"pipeline.ranks = {self.ranks}{self._slices_note}; choose a divisor, or 0"
+            f"{self.describe_stages(uneven[0])} do not divide pipeline.ranks = {self.ranks} by "
+            f"pipeline.tp = {list(self.tp)}; choose a divisor, or 0 for as many as ranks"
         )
         shares = self.ranks and not uneven
         broken["micro-batches-not-multiple"] = (shares and self.micro_batches % self.multiple) and (
@@ -173,6 +175,12 @@ class PipelineConfig(Section):
             f"{self.pipelines('actor')} pipelines of the actor and {self.pipelines('critic')} "
             f"of the critic; choose a multiple of {self.multiple}, or 0"
         )
+
+    def _is_uneven(self, model: Trained) -> bool:
+        """Whether stages of a model do not fill the ranks."""
+        stages, merged = self.stages_of(model), self.merged(model)
+        slots = self.ranks // max(self.tp)
+        return bool(stages % merged or slots % (stages // merged))
 
 
 _WITHOUT_EFFECT = (

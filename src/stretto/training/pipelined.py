@@ -194,7 +194,7 @@ def make(
         cuts = plan_cuts(model, layout.tp(name))
         wholes, owners = full_parameters(model, cuts.dims), StageOwners.of(model, name, layout)
         divisions[name] = Division(model, wholes, owners, gloo_group)
-        stage = cut(model, p.stages(name), layout.place(name, rank)[1])
+        stage = cut(model, p.stages_of(name), layout.place(name, rank)[1])
         slice_stage(stage, cuts, join_slices(layout, name, rank))
         stages[name] = take(stage, device)
     executor = PipelineExecutor(stages["actor"], stages["critic"], layout, device)
@@ -243,7 +243,7 @@ class Planner:
         self._seed = seed % SEEDS
         self.measured = False
         self._plans: dict[int, PipelinePlan] = {}
-        sizes = {model: parameters[model] / config.stages(model) for model in NAMES}
+        sizes = {model: parameters[model] / config.stages_of(model) for model in NAMES}
         actor, critic = (self._guess(model, sizes[model] / max(sizes.values())) for model in NAMES)
         self._problem = Problem(actor, critic)
 
@@ -251,7 +251,7 @@ class Planner:
         """Guess latencies of a model's stages from ``size``, relative to the larger stages."""
         forward = max(round(GUESSED_TICKS * size), 1)
         stages = ModelPipelines.of(
-            self._config.stages(model),
+            self._config.stages_of(model),
             self._config.pipelines(model),
             1,
             forward=forward,

@@ -181,7 +181,7 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
     """Check that a model can be cut by these settings, as :func:`check_cut` does."""
     try:
-        check_cut(model, config.stages(name))
+        check_cut(model, config.stages_of(name))
     except ModelError as error:
         raise ModelError(f"{config.describe_stages(name)}: {error}", error.code) from None
 
@@ -299,6 +299,7 @@ class StageLayout:
         return rank % self.tp(name)
 
     def rank(self, name: Name, pipeline: int, stage: int, column: int = 0, replica: int = 0) -> int:
+        """Return the rank that holds a slice of a stage. The inverse of :meth:`place`."""
         merged = self.merged(name)
         wide = self.of(name)[0] // merged
         along, part = divmod(stage, merged)
@@ -343,9 +344,8 @@ class StageLayout:
 
 
 def layout_of(config: PipelineConfig) -> StageLayout:
-    actor, critic = ((config.stages(name), config.pipelines(name)) for name in NAMES)
-    slices = config.tp("actor"), config.tp("critic")
-    return StageLayout(*actor, *critic, *slices, config.replicas)
+    actor, critic = ((config.stages_of(name), config.pipelines(name)) for name in NAMES)
+    return StageLayout(*actor, *critic, *config.tp, config.replicas)
 
 
 def slice_stage(stage: Stage, cuts: Cuts, slices: Slices | None) -> None:
@@ -383,6 +383,7 @@ class StageOwners:
         return self.layout.ranks
 
     def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
+        """Return the parts of parameters that a rank is the first to hold."""
         pipeline, stage = self.layout.place(self.name, rank)
         if pipeline or self.layout.replica(rank):
             return {}
