@@ -167,7 +167,7 @@ MISTAKES = (
     Mistake("ranks inline", "train ranks3.toml --runtime inline", ("ranks = 3", "--runtime local")),
     Mistake(
         "pipeline",
-        "train tiny --pipeline.ranks 2 --pipeline.pp 4 2 --pipeline.micro-batches 4",
+        "train tiny --pipeline.ranks 2 --pipeline.stage-counts 4 2 --pipeline.micro-batches 4",
         ("stages",),
     ),
     # Data

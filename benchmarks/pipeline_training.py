@@ -114,7 +114,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         settings = {
             "ranks": args.ranks,
-            "pp": (0, args.critic_stages),
+            "stage_counts": (0, args.critic_stages),
             "seconds": args.seconds,
         }
         self.config = Config.model_validate({"pipeline": settings})

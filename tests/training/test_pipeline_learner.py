@@ -140,12 +140,12 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"kl_in": "loss", "kl_target": 0.1, "entropy_coef": 0.03},
     },
     "two pipelines of the critic, which trains alone at first": {
-        "pipeline": {"pp": (0, 1)},
+        "pipeline": {"stage_counts": (0, 1)},
         "critic": {"freeze_steps": 1},
         "training": {"microbatch_tokens": 40},
     },
     "two pipelines of the actor, proximal policy": {
-        "pipeline": {"pp": (1, 0), "micro_batches": 6},
+        "pipeline": {"stage_counts": (1, 0), "micro_batches": 6},
         "algorithm": {"old_policy": "proximal", "correction": "truncate"},
         "training": {"minibatches": 1, "epochs": 2},
     },
@@ -158,15 +158,15 @@ CASES: dict[str, dict[str, Any]] = {
     "untied": {"pipeline": {"schedule": "serial"}},
     "checkpointing": {"pipeline": {"schedule": "serial"}},
     "slices": {
-        "pipeline": {"ranks": 4, "tp": (2, 2)},
+        "pipeline": {"ranks": 4, "stage_slices": (2, 2)},
         "training": {"microbatch_tokens": 40, "grad_clip": 0.5},
     },
     "lora, slices of the actor beside two stages of the critic": {
-        "pipeline": {"ranks": 4, "tp": (2, 1), "pp": (2, 2)},
+        "pipeline": {"ranks": 4, "stage_slices": (2, 1), "stage_counts": (2, 2)},
     },
-    "replicas": {"pipeline": {"ranks": 4, "pp": (2, 2)}, "training": {"minibatches": 2}},
+    "replicas": {"pipeline": {"ranks": 4, "stage_counts": (2, 2)}, "training": {"minibatches": 2}},
     "replicas with slices": {
-        "pipeline": {"ranks": 8, "tp": (2, 2), "pp": (2, 2)},
+        "pipeline": {"ranks": 8, "stage_slices": (2, 2), "stage_counts": (2, 2)},
         "training": {"microbatch_tokens": 40},
     },
 }
@@ -257,7 +257,7 @@ def test_a_run_goes_on_with_shards_and_with_other_stages(two: RankGroup, tmp_pat
     finally:
         shards.close()
     local.train(batch)
-    others = settings(pipeline={"pp": (1, 1)})
+    others = settings(pipeline={"stage_counts": (1, 1)})
     two.call(StagedRank.make, "plain", others)
     two.call(StagedRank.load, sharded)
     assert_same_weights(two, local)
@@ -324,7 +324,7 @@ def test_logprobs_are_those_of_the_whole_model(two: RankGroup) -> None:
         make_rollouts(*models("plain"), [(n, 4) for n, _ in SHAPES])
     ).responses()
     expected = local_learner("plain", settings()).logprobs(responses)
-    for pipeline in ({}, {"pp": (1, 0)}):
+    for pipeline in ({}, {"stage_counts": (1, 0)}):
         given = settings(pipeline=pipeline, training={"microbatch_tokens": 40})
         two.call(StagedRank.make, "plain", given)
         for got in two.call(StagedRank.logprobs, responses):
@@ -397,7 +397,7 @@ def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights(two: RankGrou
 def test_pipelines_without_a_response_change_nothing(two: RankGroup) -> None:
     """With one response left for two pipelines the other gets a blank micro-batch."""
     given = settings(
-        pipeline={"pp": (0, 1)},
+        pipeline={"stage_counts": (0, 1)},
         rollout={"batch": 2},
         algorithm={"kl_in": "loss", "entropy_coef": 0.03},
     )
@@ -570,10 +570,13 @@ def test_a_model_of_the_caller_is_trained_by_stages(tiny_folder: Path, tmp_path:
     ("sections", "message"),
     [
         ({"pipeline": {"ranks": 1}}, "one stage of a model, which is no pipeline"),
-        ({"pipeline": {"ranks": 4, "actor_stages": 3}}, "actor (3) do not divide"),
-        ({"pipeline": {"ranks": 2, "pp": (2, 4)}}, "critic (4) do not divide"),
+        ({"pipeline": {"ranks": 4, "actor_stages": 3}}, "actor (3): pipelines of so many stages"),
         (
-            {"pipeline": {"ranks": 6, "pp": (3, 2), "micro_batches": 4}},
+            {"pipeline": {"ranks": 2, "stage_counts": (2, 4)}},
+            "critic (4): pipelines of so many stages",
+        ),
+        (
+            {"pipeline": {"ranks": 6, "stage_counts": (3, 2), "micro_batches": 4}},
             "shared evenly by 2 pipelines of the actor and 3 of the critic; choose a multiple of 6",
         ),
         (
@@ -675,7 +678,7 @@ def test_a_plan_is_made_once_and_again_when_latencies_are_measured() -> None:
 
 def test_pipelines_get_the_long_micro_batches_in_turn() -> None:
     """Of two pipelines of the critic each takes a half of the list, of like sums."""
-    given = settings(pipeline={"pp": (0, 1), "micro_batches": 4})
+    given = settings(pipeline={"stage_counts": (0, 1), "micro_batches": 4})
     config = Config.model_validate(given)
     nothing: Any = None
     passes = pipelined.PipelinedBackprop({}, nothing, nothing, nothing, config.pipeline, budget=1)

@@ -187,8 +187,8 @@ def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
 ) -> None:
     monkeypatch.setattr(parts, "warm_up", lambda *_: pytest.fail("warmed up"))
     for given, fact in (
-        ({"ranks": 3}, "pipeline.pp of the actor (3, as many as ranks): LlamaModel"),
-        ({"ranks": 4, "pp": (2, 4)}, "pipeline.pp of the critic (4): Llama"),
+        ({"ranks": 3}, "pipeline.stage_counts of the actor (3, as many as ranks): LlamaModel"),
+        ({"ranks": 4, "stage_counts": (2, 4)}, "pipeline.stage_counts of the critic (4): Llama"),
     ):
         config = Config.model_validate(
             {"warmup_examples": 1, "model": {"name": str(tiny_folder)}, "pipeline": given}
@@ -204,13 +204,15 @@ def test_a_dry_run_counts_the_layers(tiny_folder: Path) -> None:
             Config.model_validate({"model": {"name": str(tiny_folder)}, **sections})
         )
 
-    with pytest.raises(ModelError, match=r"pp of the actor \(3, as many as ranks\): .*/tiny'"):
+    with pytest.raises(
+        ModelError, match=r"stage_counts of the actor \(3, as many as ranks\): .*/tiny'"
+    ):
         plan(pipeline={"ranks": 3})
     with pytest.raises(
-        ModelError, match=r"pp of the critic \(4\): .* has 2 layers, too few for 4 stages"
+        ModelError, match=r"stage_counts of the critic \(4\): .* has 2 layers, too few for 4 stages"
     ):
-        plan(pipeline={"ranks": 4, "pp": (2, 4)})
-    said = plan(pipeline={"ranks": 4, "pp": (2, 1)})
+        plan(pipeline={"ranks": 4, "stage_counts": (2, 4)})
+    said = plan(pipeline={"ranks": 4, "stage_counts": (2, 1)})
     assert "actor: 2 pipelines of 2 stages\ncritic: 4 pipelines of 1 stage\n" in said
     assert "pipeline" not in plan()
 

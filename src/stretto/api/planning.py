@@ -205,7 +205,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
     if config.pipeline.ranks or learner.pp > 1:
         data["pipeline"] = {"ranks": learner.ranks if learner.pp > 1 else 0}
     if learner.pp > 1:
-        stages = {"pp": (learner.pp, learner.pp)}
+        stages = {"stage_counts": (learner.pp, learner.pp)}
         data["pipeline"] |= {**stages, "schedule": candidate.pipelining}
     if layout.gpus == 1 and not layout.sleeping:
         return {"runtime": "inline", **data, "cluster": {"processes": []}}

@@ -84,7 +84,7 @@ def check_run(
                 info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
             layouts = config.generator_layouts
             layouts += chain(*map(config.cluster.layouts, (LEARNER, "reference")))
-            _check_slices(info, *(layout.tp for layout in layouts), config.pipeline.tp[0])
+            _check_slices(info, *(layout.tp for layout in layouts), config.pipeline.stage_slices[0])
             _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)

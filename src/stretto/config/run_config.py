@@ -89,7 +89,7 @@ class Config(Section):
         """
         p = self.pipeline
         if p.ranks:
-            model: Trained = "critic" if p.tp[1] > p.tp[0] else "actor"
+            model: Trained = "critic" if p.stage_slices[1] > p.stage_slices[0] else "actor"
             copies = p.replicas * p.pipelines(model)
             return Layout(dp=copies, pp=p.stages_of(model), tp=p.slices_of(model))
         return self.cluster.learner_layout

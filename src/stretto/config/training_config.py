@@ -90,10 +90,10 @@ class PipelineConfig(Section):
     ranks: WorkersOrAuto = 0
     """Processes that train, each with a stage of the actor and one of the critic, on CPUs (sharing
     their threads) or a GPU each; 0 trains in this process."""
-    pp: tuple[WorkersOrAuto, WorkersOrAuto] = (0, 0)
+    stage_counts: tuple[WorkersOrAuto, WorkersOrAuto] = (0, 0)
     """Pipeline stages of the actor and of the critic. Ranks left over by one pipeline hold further
     ones, which share the micro-batches (data parallelism). 0 takes as many as there are ranks."""
-    tp: tuple[Workers, Workers] = (1, 1)
+    stage_slices: tuple[Workers, Workers] = (1, 1)
     """Slices of the linear layers in each stage of the actor and of the critic (tensor
     parallelism), on a rank each. They divide the model's heads, and one number the other. The model
     with fewer slices has several stages beside one of the other's."""
@@ -111,26 +111,26 @@ class PipelineConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_older_files(cls, data: Any) -> Any:
-        """Read ``actor_stages`` and ``critic_stages``, the names of ``pp`` in older files."""
+        """Read ``actor_stages`` and ``critic_stages`` of older files as ``stage_counts``."""
         names = ("actor_stages", "critic_stages")
-        if not isinstance(data, dict) or "pp" in data or not {*names} & data.keys():
+        if not isinstance(data, dict) or "stage_counts" in data or not {*names} & data.keys():
             return data
         rest = {name: value for name, value in data.items() if name not in names}
-        return {**rest, "pp": tuple(data.get(name, 0) for name in names)}
+        return {**rest, "stage_counts": tuple(data.get(name, 0) for name in names)}
 
     def slices_of(self, model: Trained) -> int:
-        return self.tp[model == "critic"]
+        return self.stage_slices[model == "critic"]
 
     def merged(self, model: Trained) -> int:
         """Return the stages of a model beside one of the model with more slices."""
-        return max(self.tp) // self.slices_of(model)
+        return max(self.stage_slices) // self.slices_of(model)
 
     def stages_of(self, model: Trained) -> int:
-        return self.pp[model == "critic"] or self.ranks // self.slices_of(model)
+        return self.stage_counts[model == "critic"] or self.ranks // self.slices_of(model)
 
     def describe_stages(self, model: Trained) -> str:
-        derived = "" if self.pp[model == "critic"] else ", as many as ranks"
-        return f"pipeline.pp of the {model} ({self.stages_of(model)}{derived})"
+        derived = "" if self.stage_counts[model == "critic"] else ", as many as ranks"
+        return f"pipeline.stage_counts of the {model} ({self.stages_of(model)}{derived})"
 
     @property
     def _slots(self) -> int:
@@ -141,7 +141,7 @@ class PipelineConfig(Section):
     @property
     def replicas(self) -> int:
         """How often the smallest block of pipelines of both models is repeated."""
-        return self.ranks // max(self.tp) // self._slots
+        return self.ranks // max(self.stage_slices) // self._slots
 
     def pipelines(self, model: Trained) -> int:
         """Return the pipelines of a model in each replica."""
@@ -157,17 +157,20 @@ class PipelineConfig(Section):
             "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
             "more, or to 0 to train in this process"
         )
-        uneven_slices = max(self.tp) % min(self.tp) or self.ranks % max(self.tp)
+        uneven_slices = max(self.stage_slices) % min(self.stage_slices) or self.ranks % max(
+            self.stage_slices
+        )
         broken["slices-not-divisor"] = (self.ranks and uneven_slices) and (
-            f"pipeline.tp = {list(self.tp)}: one number must divide the other, and the "
+            f"pipeline.stage_slices = {list(self.stage_slices)}: one number must divide the other, and the "
             f"larger one pipeline.ranks = {self.ranks}"
         )
         if broken["slices-not-divisor"]:
             return
         uneven = [m for m in MODELS if self.ranks and self._is_uneven(m)]
         broken["stages-not-divisor"] = uneven and (
-            f"{self.describe_stages(uneven[0])} do not divide pipeline.ranks = {self.ranks} by "
-            f"pipeline.tp = {list(self.tp)}; choose a divisor, or 0 for as many as ranks"
+            f"{self.describe_stages(uneven[0])}: pipelines of so many stages do not fill "
+            f"pipeline.ranks = {self.ranks} with pipeline.stage_slices = "
+            f"{list(self.stage_slices)}; choose a divisor, or 0 for as many as ranks"
         )
         shares = self.ranks and not uneven
         broken["micro-batches-not-multiple"] = (shares and self.micro_batches % self.multiple) and (
@@ -179,7 +182,7 @@ class PipelineConfig(Section):
     def _is_uneven(self, model: Trained) -> bool:
         """Whether stages of a model do not fill the ranks."""
         stages, merged = self.stages_of(model), self.merged(model)
-        slots = self.ranks // max(self.tp)
+        slots = self.ranks // max(self.stage_slices)
         return bool(stages % merged or slots % (stages // merged))
 
 

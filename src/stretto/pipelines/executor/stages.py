@@ -345,7 +345,7 @@ class StageLayout:
 
 def layout_of(config: PipelineConfig) -> StageLayout:
     actor, critic = ((config.stages_of(name), config.pipelines(name)) for name in NAMES)
-    return StageLayout(*actor, *critic, *config.tp, config.replicas)
+    return StageLayout(*actor, *critic, *config.stage_slices, config.replicas)
 
 
 def slice_stage(stage: Stage, cuts: Cuts, slices: Slices | None) -> None:
