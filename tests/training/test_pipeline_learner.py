@@ -570,10 +570,13 @@ def test_a_model_of_the_caller_is_trained_by_stages(tiny_folder: Path, tmp_path:
     ("sections", "message"),
     [
         ({"pipeline": {"ranks": 1}}, "one stage of a model, which is no pipeline"),
-        ({"pipeline": {"ranks": 4, "actor_stages": 3}}, "actor (3): pipelines of so many stages"),
+        (
+            {"pipeline": {"ranks": 4, "actor_stages": 3}},
+            r"actor \(3\): pipelines of so many stages",
+        ),
         (
             {"pipeline": {"ranks": 2, "stage_counts": (2, 4)}},
-            "critic (4): pipelines of so many stages",
+            r"critic \(4\): pipelines of so many stages",
         ),
         (
             {"pipeline": {"ranks": 6, "stage_counts": (3, 2), "micro_batches": 4}},

@@ -59,7 +59,7 @@ KEPT = [(10, 20), (30, 40)]
 class OneExecutor:
     """An executor that says what it is told to, for both ranks."""
 
-    layout = layout_of(PipelineConfig(ranks=2))
+    layout, rank = layout_of(PipelineConfig(ranks=2)), 0
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -161,8 +161,8 @@ class PipelineConfig(Section):
             self.stage_slices
         )
         broken["slices-not-divisor"] = (self.ranks and uneven_slices) and (
-            f"pipeline.stage_slices = {list(self.stage_slices)}: one number must divide the other, and the "
-            f"larger one pipeline.ranks = {self.ranks}"
+            f"pipeline.stage_slices = {list(self.stage_slices)}: one number must divide the other, "
+            f"and the larger one pipeline.ranks = {self.ranks}"
         )
         if broken["slices-not-divisor"]:
             return

@@ -93,7 +93,7 @@ class PipelinedBackprop:
         missing = -len(batches) % self._config.multiple
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
         layout = self._executor.layout
-        share, replica = len(batches) // layout.replicas, layout.replica(dist.get_rank())
+        share, replica = len(batches) // layout.replicas, layout.replica(self._executor.rank)
         batches = batches[replica * share : (replica + 1) * share]
         plan = self._planner.plan(share)
         timings, metrics = self.passes(plan, batches, kl_coef)
@@ -117,8 +117,10 @@ class PipelinedBackprop:
         )
         with self._training():
             timings = self._executor.run(plan.schedule, plan.problem, actor, critic)
-        # Ranks with other slices of a last stage have the same.
-        return timings, {n: Metrics() if self.models[n].column else metrics[n] for n in NAMES}
+        for name in NAMES:
+            if self._executor.layout.column(name, self._executor.rank):
+                metrics[name] = Metrics()  # those of a last stage's first slice count
+        return timings, metrics
 
     def _work(
         self, name: Name, batch: MicroBatch, kl_coef: float, metrics: dict[Name, Metrics]

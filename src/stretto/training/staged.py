@@ -62,7 +62,7 @@ class StageModel(DividedModel):
         self._names = [stage.names[local] for local in self._names]
         bounds, layout = division.own, executor.layout
         self._slices = Layout(tp=layout.tp(name))
-        self.column = layout.column(name, dist.get_rank())
+        self._column = layout.column(name, dist.get_rank())
         parameters = dict(full.named_parameters())  # of which the stage may have slices
         parameters |= {stage.names[local]: p for local, p in stage.named_parameters()}
         self._held = {n: p for n, p in parameters.items() if n in bounds}
@@ -100,7 +100,7 @@ class StageModel(DividedModel):
             )
 
         self._executor.read(self.name, [pad_right(inputs(rows), CPU) for rows in read], take)
-        logprobs = logprobs.to(self.device) * (self.column == 0)
+        logprobs = logprobs.to(self.device) * (self._column == 0)
         dist.all_reduce(logprobs)  # all but last stages have zeros
         return logprobs.cpu()
 
@@ -110,6 +110,6 @@ class StageModel(DividedModel):
         return super().update(self._executor.norm(self.name, gradients))
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
-        box = self._slices.bounds(self.wholes[name], self.column)
+        box = self._slices.bounds(self.wholes[name], self._column)
         part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
         return part.to(self.device)

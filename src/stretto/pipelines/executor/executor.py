@@ -52,7 +52,7 @@ class PipelineExecutor:
     def __init__(
         self, actor: Stage, critic: Stage, layout: StageLayout, device: torch.device
     ) -> None:
-        self._rank = dist.get_rank()
+        self.rank = dist.get_rank()
         self.layout = layout
         self._device = device
         self._stages: Mapping[Name, Stage] = {"actor": actor, "critic": critic}
@@ -63,17 +63,17 @@ class PipelineExecutor:
                 "other-ranks",
             )
         for name, stage in self._stages.items():
-            _, index = layout.place(name, self._rank)
+            _, index = layout.place(name, self.rank)
             stages, _ = layout.of(name)
             if (stage.index, stage.stages) != (index, stages):
                 raise ConfigError(
-                    f"rank {self._rank} runs stage {index} of {stages} of the {name}, but got "
+                    f"rank {self.rank} runs stage {index} of {stages} of the {name}, but got "
                     f"stage {stage.index} of {stage.stages}; cut the model as the layout says",
                     "other-stage",
                 )
-        self._same, self._ends = _groups(layout, self._rank)
+        self._same, self._ends = _groups(layout, self.rank)
         self._outbox = Outbox()
-        connect(layout, self._rank, device)
+        connect(layout, self.rank, device)
 
     def run(
         self,
@@ -87,11 +87,11 @@ class PipelineExecutor:
         Pipeline p takes the p-th consecutive part of a model's works, with the same shapes on all
         ranks."""
         self.layout.require(problem, len(actor), len(critic))
-        program = instructions(problem, schedule)[self.layout.slot(self._rank)]
+        program = instructions(problem, schedule)[self.layout.slot(self.rank)]
         passes = self._pass("actor", actor), self._pass("critic", critic)
         word, result = [], None
         watch = Stopwatch(self._device)
-        for step in of_rank(self.layout, self._rank, program):
+        for step in of_rank(self.layout, self.rank, program):
             task = step if isinstance(step, PipelineTask) else step.task
             model_pass = passes[task.pipeline >= self.layout.actor_pipelines]
             if isinstance(step, Receive):
@@ -114,7 +114,7 @@ class PipelineExecutor:
         the last stage ``take`` gets the number of each, and its hidden states.
         """
         stage = self._stages[name]
-        source, target = (self.layout.neighbour(name, self._rank, step) for step in (-1, 1))
+        source, target = (self.layout.neighbour(name, self.rank, step) for step in (-1, 1))
         for number, ids in enumerate(tokens):
             x = ids.to(self._device)
             if source is not None:
@@ -144,10 +144,10 @@ class PipelineExecutor:
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
         """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
-        pipeline, _ = self.layout.place(name, self._rank)
-        stage, column = self._stages[name], self.layout.column(name, self._rank)
+        pipeline, _ = self.layout.place(name, self.rank)
+        stage, column = self._stages[name], self.layout.column(name, self.rank)
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        is_first = pipeline == self.layout.replica(self._rank) == 0
+        is_first = pipeline == self.layout.replica(self.rank) == 0
         for key, gradient in gradients.items():
             counts = (stage.first or key not in stage.tied) and (
                 not column or key in stage.cuts.dims
@@ -164,7 +164,7 @@ class PipelineExecutor:
         return actor, critic
 
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
-        pipeline, _ = self.layout.place(name, self._rank)
+        pipeline, _ = self.layout.place(name, self.rank)
         count = len(works) // self.layout.of(name)[1]
         pipeline_works = works[pipeline * count : (pipeline + 1) * count]
         return _Pass(self._stages[name], pipeline_works, self._device)
