@@ -246,6 +246,12 @@ ALL = "learner+generator+reference+critic"
             {"rollout": {"engines": 2}},
         ),
         pytest.param(
+            [process("generator", 2)],
+            torch.bfloat16,
+            {"pipeline": {"ranks": 4, "stage_slices": (2, 2), "seconds": 0.1}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             [process(ALL, 4, learner={"fsdp": 2, "tp": 2}, generator={"dp": 4}, critic={"dp": 4})],
             torch.float32,
             {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 4}},
