@@ -42,6 +42,10 @@ class Owners(Protocol):
     def ranks(self) -> int:
         """Their number."""
 
+    @property
+    def tp(self) -> int:
+        """The number of slices of linear layers."""
+
     def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
         """Return the parts of parameters that a rank is the first to hold."""
 

@@ -41,7 +41,7 @@ def _kind(role: str) -> str:
 
 def _without_auto(layouts: Any) -> Any:
     if not isinstance(layouts, dict):
-        return layouts
+        return {} if layouts == AUTO else layouts
     return {role: layout for role, layout in layouts.items() if layout != AUTO}
 
 

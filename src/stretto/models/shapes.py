@@ -258,6 +258,6 @@ def undivided(tp: int, count: int, what: str) -> ModelError:
     """Return the error for a number that tensor parallelism does not divide."""
     return ModelError(
         f"tp = {tp} does not divide the {count} {what}; choose a divisor, with more shards (fsdp) "
-        "or more engines (dp)",
+        "or copies (dp; those of a generator are rollout.engines)",
         "tp-divides",
     )

@@ -259,11 +259,7 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
     )
     service.offloaded = _offloaded(learner_role, setup)
     service._ready = replace(ready, refs=service.offered())
-    del (
-        models,
-        rewards,
-        overrides,
-    )  # frees models that are no longer needed, for example the reference
+    del models, rewards, overrides  # frees models that are no longer needed
     setup.give_back()
     return service
 

@@ -299,7 +299,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
     """Make a receiver of the unsharded trained weights of a model like this one."""
     theirs = _owners(model, setup.config)
-    wholes = _trained_wholes(model, setup.config.learner_layout.tp)
+    wholes = _trained_wholes(model, theirs.tp)
     return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(setup.config.model.device),
@@ -311,7 +311,7 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Shard a model in place if there are several ranks, and make the receiver of its weights."""
     theirs, slices = _owners(model, setup.config), len(setup.ranks)
-    wholes = _trained_wholes(model, max(setup.config.learner_layout.tp, slices))
+    wholes = _trained_wholes(model, max(theirs.tp, slices))
     cut(model, setup)
     device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
     if SENDER in setup.shared:

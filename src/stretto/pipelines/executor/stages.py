@@ -382,6 +382,10 @@ class StageOwners:
     def ranks(self) -> int:
         return self.layout.ranks
 
+    @property
+    def tp(self) -> int:
+        return self.layout.tp(self.name)
+
     def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
         """Return the parts of parameters that a rank is the first to hold."""
         pipeline, stage = self.layout.place(self.name, rank)
