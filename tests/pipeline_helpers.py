@@ -21,11 +21,11 @@ def model(stages: int, pipelines: int, batches: int, **other: Any) -> ModelPipel
 
 def problem_of(layout: StageLayout, actor: int, critic: int) -> Problem:
     """The problem of so many micro-batches of each model, whose stages are all alike."""
-    models = [
+    first, second = (
         model(*layout.of(name), count // layout.of(name)[1]).merged(layout.merged(name))
         for name, count in zip(NAMES, (actor, critic), strict=True)
-    ]
-    return Problem(*models)
+    )
+    return Problem(first, second)
 
 
 @st.composite

@@ -100,10 +100,10 @@ def scorers_of(
     """A reference and a reward model, the same on each rank."""
     actor, classifier = (model.float() for model in models("plain"))
     tokenizer = byte_tokenizer()
-    own = {"gathered": divided(classifier)}
+    gathered = divided(classifier)
     return [
         reference_scorer(actor, 0.7, budget, divided(actor)),
-        RewardModelScorer("rm", classifier, tokenizer, tokenizer, budget, **own),
+        RewardModelScorer("rm", classifier, tokenizer, tokenizer, budget, gathered=gathered),
     ]
 
 

@@ -52,7 +52,12 @@ def test_gradients_and_norms_are_those_of_one_process(layout: StageLayout) -> No
         )
         for schedule in (one_f_one_b(problem), solve(problem, seconds=0.2).schedule):
             shares = (
-                (schedule, *(_share(layout, rank, batches[n]) for n in NAMES), problem)
+                (
+                    schedule,
+                    _share(layout, rank, batches["actor"]),
+                    _share(layout, rank, batches["critic"]),
+                    problem,
+                )
                 for rank in range(layout.ranks)
             )
             ranks.call_each(Trainer.step, shares)

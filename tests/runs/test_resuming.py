@@ -20,7 +20,7 @@ from stretto.config.cluster_config import ProcessConfig
 from stretto.observe import RunDirectory
 
 DIVIDED = ClusterConfig(
-    processes=(ProcessConfig(roles=("learner", "generator", "reference", "critic"), fsdp=2),)
+    processes=(ProcessConfig(roles=("learner", "generator", "reference", "critic"), ranks=2),)
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from stretto.planner.run_layout import RunLayout
 pytestmark = pytest.mark.slow
 
 FSDP, TP = Layout(fsdp=2), Layout(tp=2)
-PASSES = {"micro_tokens": 8192, "checkpointing": True}
+PASSES: dict[str, Any] = {"micro_tokens": 8192, "checkpointing": True}
 KINDS = {
     "engines and shards in the learner's ranks": RunLayout(
         Layout(fsdp=4), Layout(dp=2, tp=2), Layout(fsdp=4), "all"

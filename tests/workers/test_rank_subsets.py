@@ -137,7 +137,7 @@ def test_calls_that_share_a_rank_come_in_the_order_of_their_requests(group: Serv
 
     async def body() -> None:
         holding = asyncio.ensure_future(left.call(Part.hold))
-        await asyncio.to_thread(left.aside_on_all, Part.holding, timeout_s=60.0)
+        await asyncio.to_thread(lambda: left.aside_on_all(Part.holding, timeout_s=60.0))
         order = [(left, "1"), (every, "2"), (right, "3"), (last, "4"), (left, "5"), (every, "6")]
         tasks = [asyncio.ensure_future(e.call(Part.note, name)) for e, name in order]
         await asyncio.sleep(0)  # all are requested
@@ -145,7 +145,7 @@ def test_calls_that_share_a_rank_come_in_the_order_of_their_requests(group: Serv
         tasks.append(asyncio.ensure_future(right.call(Part.note, "7")))
         holding.cancel()  # it is at work, and ends as if it were not
         await asyncio.sleep(0)
-        await asyncio.to_thread(left.aside_on_all, Part.release, timeout_s=60.0)
+        await asyncio.to_thread(lambda: left.aside_on_all(Part.release, timeout_s=60.0))
         await asyncio.gather(*tasks)
 
     asyncio.run(body())
@@ -176,7 +176,7 @@ def test_all_ranks_meet_in_a_joint_call(group: ServiceGroup) -> None:
 async def held(executor: GroupExecutor) -> asyncio.Future[Any]:
     """A call that is under way."""
     task = asyncio.ensure_future(executor.call(Part.hold))
-    await asyncio.to_thread(executor.aside_on_all, Part.holding, timeout_s=60.0)
+    await asyncio.to_thread(lambda: executor.aside_on_all(Part.holding, timeout_s=60.0))
     return task
 
 
