@@ -109,6 +109,22 @@ class StageModel(DividedModel):
         self._executor.reduce(self.name, gradients)
         return super().update(self._executor.norm(self.name, gradients))
 
+    def _step(self) -> None:
+        """Update the masters of this rank's parts. Those of other copies of the stage come from
+        their ranks, so that AdamW has moments of these parts alone (ZeRO stage 1, Rajbhandari et
+        al. 2020).
+        """
+        bounds = self.division.own
+        others = [m for n, m in zip(self._names, self._masters, strict=True) if n not in bounds]
+        gradients = [master.grad for master in others]
+        for master in others:
+            master.grad = None
+        super()._step()
+        for master, gradient in zip(others, gradients, strict=True):
+            master.grad = gradient
+        masters = dict(zip(self._names, self._masters, strict=True))
+        self._executor.spread(self.name, masters, self.division.owners)
+
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
         box = self._slices.bounds(self.wholes[name], self._column)
         part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()

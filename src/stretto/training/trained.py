@@ -348,11 +348,15 @@ class TrainedModel(WholeModel):
             if self._decaying:  # before the step, like AdamW (Loshchilov and Hutter 2019)
                 with torch.no_grad():
                     torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
-            self._optimizer.step()
+            self._step()
             self._copy_back()
         self._schedule.step()
         self.discard()
         return norm
+
+    def _step(self) -> None:
+        """Update the masters by their gradients."""
+        self._optimizer.step()
 
     def of_updates(self) -> list[Tensor]:
         """Return moments and masters, but not gradients, because passes add to those."""

@@ -359,23 +359,31 @@ def slice_stage(stage: Stage, cuts: Cuts, slices: Slices | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageOwners:
-    """The ranks that hold a model in stages, and the first ones that hold each parameter. Ranks of
-    other pipelines hold the same stages. Parameters of no stage, which are frozen, are the first
-    stage's. ``holders`` has the stage of each parameter.
+    """The ranks that update, send and save the parameters of a model in stages. Copies of a stage,
+    in other pipelines and replicas, share its parameters among themselves. Parameters of no stage,
+    which are frozen, are the first stage's. ``holders`` has the stage and the copy of each one.
     """
 
     name: Name
     layout: StageLayout
-    holders: Mapping[str, int]
+    holders: Mapping[str, tuple[int, int]]
 
     @classmethod
     def of(cls, model: nn.Module, name: Name, layout: StageLayout) -> StageOwners:
         """Return the owners of a full model, by its structure. Reads no weights."""
-        stages, _ = layout.of(name)
-        holders = {parameter: 0 for parameter, _ in model.named_parameters()}
+        stages, pipelines = layout.of(name)
+        stage_of = {parameter: 0 for parameter, _ in model.named_parameters()}
         for index in reversed(range(stages)):  # a tied weight belongs to the first stage
             stage, _ = _cut(model, stages, index)
-            holders |= dict.fromkeys(stage.names.values(), index)
+            stage_of |= dict.fromkeys(stage.names.values(), index)
+        sizes = {parameter: p.numel() for parameter, p in model.named_parameters()}
+        loads = [[0] * (pipelines * layout.replicas) for _ in range(stages)]
+        holders = dict[str, tuple[int, int]]()
+        for parameter in sorted(sizes, key=lambda key: (-sizes[key], key)):
+            of_copies = loads[stage_of[parameter]]
+            copy = of_copies.index(min(of_copies))
+            of_copies[copy] += sizes[parameter]
+            holders[parameter] = stage_of[parameter], copy
         return cls(name, layout, holders)
 
     @property
@@ -386,11 +394,15 @@ class StageOwners:
     def tp(self) -> int:
         return self.layout.tp(self.name)
 
+    def rank_of(self, parameter: str, column: int) -> int:
+        """Return the rank that owns a slice of a parameter."""
+        stage, copy = self.holders[parameter]
+        replica, pipeline = divmod(copy, self.layout.of(self.name)[1])
+        return self.layout.rank(self.name, pipeline, stage, column, replica)
+
     def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
-        """Return the parts of parameters that a rank is the first to hold."""
-        pipeline, stage = self.layout.place(self.name, rank)
-        if pipeline or self.layout.replica(rank):
-            return {}
-        slices, column = Layout(tp=self.layout.tp(self.name)), self.layout.column(self.name, rank)
-        bounds = {n: slices.first(p, column) for n, p in full.items() if self.holders[n] == stage}
+        """Return the parts of parameters that a rank owns."""
+        slices, column = Layout(tp=self.tp), self.layout.column(self.name, rank)
+        owned = (n for n in full if self.rank_of(n, column) == rank)
+        bounds = {name: slices.first(full[name], column) for name in owned}
         return {name: box for name, box in bounds.items() if box is not None}
