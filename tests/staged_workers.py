@@ -20,6 +20,7 @@ from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.training import pipelined, shard_files
 from stretto.training.learner import PolicyLearner
+from stretto.training.shard_files import STEP
 from stretto.training.trained import LearningRate
 from stretto.types import Response, TrainBatch
 
@@ -88,6 +89,14 @@ class StagedRank:
 
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]
+
+    def moments(self) -> dict[str, int]:
+        """Bytes of AdamW's moments here, by model."""
+        return {
+            name: sum(v.nbytes for s in model._optimizer.state.values() for v in s.values())
+            - sum(s[STEP].nbytes for s in model._optimizer.state.values())
+            for name, model in self.learner.trained.items()
+        }
 
     def refused(self, batch: TrainBatch) -> str:
         """The code of the error of a batch that cannot be trained on."""

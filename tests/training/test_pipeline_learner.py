@@ -214,6 +214,22 @@ def test_steps_are_those_of_one_process(
     assert_same_weights(two, resumed)
 
 
+@pytest.mark.parametrize("pipeline", [{"stage_counts": (2, 2)}, {"stage_counts": (1, 2)}])
+def test_copies_of_a_stage_share_the_moments(
+    pipeline: dict[str, Any], started: Callable[[int], RankGroup]
+) -> None:
+    """Two replicas of two stages, or of two pipelines of the actor. Each moment is kept once."""
+    ranks = started(4)
+    ranks.call(StagedRank.make, "plain", settings(pipeline={"ranks": 4, **pipeline}))
+    ranks.call(StagedRank.train, [batch_of()])
+    by_rank = ranks.call(StagedRank.moments)
+    for name, model in zip(("actor", "critic"), models("plain"), strict=True):
+        sizes = [p.nbytes for p in model.parameters()]
+        held = [moments[name] for moments in by_rank]
+        assert sum(held) == 2 * sum(sizes)
+        assert max(held) <= 2 * (sum(sizes) / 4 + max(sizes))
+
+
 def write_alone(learner: PolicyLearner, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     shard_files.write(folder / shard_files.file_name(), shard_files.packed(learner.state_dict()))

@@ -215,6 +215,8 @@ class DeviceMemory:
         for shape in models:
             weights = shape.stage(layout.pp).held(layout.tp)
             states, _ = trained_bytes(weights, adapters, layout.fsdp, width)
+            trained = weights if adapters is None else adapters
+            states -= MOMENTS * trained * (1 - 1 / layout.dp)  # which copies of a stage share
             if adapters is not None and shape not in shared:
                 frozen = weight_bytes(shape.stage(layout.pp), layout.tp, width)
                 self.put(FROZEN, frozen / layout.fsdp)

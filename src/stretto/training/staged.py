@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from stretto.models.forward import (
 from stretto.models.logits import token_logprobs
 from stretto.models.shards import index
 from stretto.pipelines.executor.executor import PipelineExecutor
-from stretto.pipelines.executor.stages import Name, Stage
+from stretto.pipelines.executor.stages import Name, Stage, StageOwners
 from stretto.training.backprop import divided
 from stretto.training.divided import DividedModel, Division
 from stretto.training.shard_files import Stored
@@ -40,7 +41,7 @@ class StageModel(DividedModel):
       no stage reads, such as a vision tower's.
     - Gradients are summed over pipelines, those of a tied weight over its stages too. All ranks
       clip by the norm over all stages, and all refuse a norm that is not finite.
-    - A weight that several ranks hold is published and saved by the first of them.
+    - Ranks that hold the same stage share its weights: each updates, publishes and saves some.
     """
 
     model: Stage
@@ -63,6 +64,7 @@ class StageModel(DividedModel):
         bounds, layout = division.own, executor.layout
         self._slices = Layout(tp=layout.tp(name))
         self._column = layout.column(name, dist.get_rank())
+        self._rank_of = cast(StageOwners, division.owners).rank_of
         parameters = dict(full.named_parameters())  # of which the stage may have slices
         parameters |= {stage.names[local]: p for local, p in stage.named_parameters()}
         self._held = {n: p for n, p in parameters.items() if n in bounds}
@@ -114,16 +116,17 @@ class StageModel(DividedModel):
         their ranks, so that AdamW has moments of these parts alone (ZeRO stage 1, Rajbhandari et
         al. 2020).
         """
-        bounds = self.division.own
-        others = [m for n, m in zip(self._names, self._masters, strict=True) if n not in bounds]
+        masters = dict(zip(self._names, self._masters, strict=True))
+        rank = dist.get_rank()
+        others = [m for n, m in masters.items() if self._rank_of(n, self._column) != rank]
         gradients = [master.grad for master in others]
         for master in others:
             master.grad = None
         super()._step()
         for master, gradient in zip(others, gradients, strict=True):
             master.grad = gradient
-        masters = dict(zip(self._names, self._masters, strict=True))
-        self._executor.spread(self.name, masters, self.division.owners)
+        weights = {name: master.detach() for name, master in masters.items()}
+        self._executor.spread(self.name, weights, self._rank_of)
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
         box = self._slices.bounds(self.wholes[name], self._column)

@@ -28,7 +28,7 @@ from stretto.pipelines.executor.instructions import (
     instructions,
     of_rank,
 )
-from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout, StageOwners
+from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
 
@@ -143,15 +143,16 @@ class PipelineExecutor:
             work.wait()
 
     @torch.no_grad()
-    def spread(self, name: Name, weights: Mapping[str, Tensor], owners: StageOwners) -> None:
-        """Copy weights in place from the copy of a model's stage that updates them to all others,
-        a tied one to both of its stages."""
+    def spread(
+        self, name: Name, weights: Mapping[str, Tensor], source_of: Callable[[str, int], int]
+    ) -> None:
+        """Copy weights in place from the rank that updates a slice of them, by ``source_of``, to
+        all other copies of the stage, a tied one to both of its stages."""
         stage, column = self._stages[name], self.layout.column(name, self.rank)
         for groups, is_tied in ((self._same, False), (self._ends, True)):
             for key in sorted(weights):
                 if (key in stage.tied) == is_tied and name in groups:
-                    source = owners.rank_of(key, column)
-                    dist.broadcast(weights[key].detach(), source, groups[name])
+                    dist.broadcast(weights[key], source_of(key, column), groups[name])
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
         """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
