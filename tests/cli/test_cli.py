@@ -306,9 +306,9 @@ def test_a_file_of_settings_takes_the_place_of_the_recipes(
     assert run("train", "--resume", str(earlier), "--overrides", str(file)) == 0
     config = runtime.calls[1]["config"]
     assert (config.runtime, config.cluster.restarts, config.steps) == ("inline", 5, 6)
-    file.write_text("[rollout]\nengines = 3\n")
+    file.write_text("[rollout]\nbatch = 3\n")
     assert run("train", "--resume", str(earlier), "--overrides", str(file)) == 2
-    assert "--rollout.engines 3" in capsys.readouterr().err
+    assert "--rollout.batch 3" in capsys.readouterr().err
 
 
 def test_settings_of_a_file_and_the_command_line_are_checked_together(

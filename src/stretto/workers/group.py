@@ -302,8 +302,9 @@ class RankGroup:
                 try:
                     answer = future.result()
                 except EOFError:
-                    self._died = self._death(rank, f"in the middle of {doing}", raised)
-                    raise self._died from None
+                    death = self._death(rank, f"in the middle of {doing}", raised)
+                    self._died = self._died or death  # another rank's, which came first
+                    raise death from None
                 if isinstance(answer, Failed):
                     if not self._launched.one_clock:
                         answer = replace(answer, at_s=time.monotonic())
