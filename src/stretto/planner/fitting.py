@@ -345,7 +345,8 @@ class RunMemory:
     ) -> None:
         c, layout = self.config, self.config.learner_layout
         rests = place.offload and place.device != "cpu"
-        inline, copies = not c.runtime_kind.has_processes, layout.fsdp * layout.tp == 1
+        inline = not c.runtime_kind.has_processes
+        copies = layout.ranks == 1 or c.pipeline.ranks > 0
         reads: Literal["", "frozen", "all"] = ""
         if inline:
             reads = "frozen" if c.schedule.knobs.copies_weights else "all"
@@ -420,7 +421,7 @@ class RunMemory:
         """Whether a scorer runs the learner's weights: a reference without their adapters, or the
         critic by the rule of ``runtime/scorer_roles.py``.
         """
-        layout, shares = self.config.cluster.learner_layout, adapted
+        layout, shares = self.config.learner_layout, adapted
         if seat.scorer == "critic":
             alone = not versions or seat.layout or not model.cuts_into(len(seat.ranks))
             shares = layout.ranks > 1 and not self.config.schedule.knobs.lag and bool(alone)

@@ -214,21 +214,22 @@ class DeviceMemory:
         copied = copies and width < SINGLE and adapters is None
         for shape in models:
             weights = shape.stage(layout.pp).held(layout.tp)
-            states, _ = trained_bytes(weights, adapters, layout.fsdp, width)
-            trained = weights if adapters is None else adapters
-            states -= MOMENTS * trained * (1 - 1 / layout.dp)  # which copies of a stage share
+            # Copies of a stage share moments, but not masters and gradients.
+            adam, _ = trained_bytes(weights, adapters, layout.data_parallel, width, MOMENTS)
+            others, _ = trained_bytes(weights, adapters, layout.fsdp, width, STATE - MOMENTS)
             if adapters is not None and shape not in shared:
                 frozen = weight_bytes(shape.stage(layout.pp), layout.tp, width)
                 self.put(FROZEN, frozen / layout.fsdp)
             if copied:
                 self.put("learner's weights", width * weights)
-            resting = round(states * (2 + copied) / 4) if moments else 0
-            self.put(STATES, round(states) - resting)
+            masters = SINGLE * weights / layout.fsdp if copied else 0
+            resting = round(adam + masters) if moments else 0
+            self.put(STATES, round(adam + others) - resting)
             if moments:
                 self.put("learner's moments", resting, *moments)
             if versions:
                 sync_bytes = width * weights if adapters is None else SINGLE * adapters
-                self.put(PUBLISHED, versions * sync_bytes / layout.fsdp)
+                self.put(PUBLISHED, versions * sync_bytes / layout.data_parallel)
         for shape in synced:
             self._put_buckets(shape)
         passes = [self._pass(shape, layout, tokens, checkpointing, copies) for shape in models]
@@ -381,7 +382,7 @@ def _devices(
         (models.actor,),
         checkpointing=layout.checkpointing,
         versions=0 if in_place else VERSIONS,
-        copies=learner.fsdp * learner.tp == 1,
+        copies=learner.ranks == 1 or learner.pp > 1,
         values=in_place and models.critic is not None,
         moments=("scoring", "training") if layout.offload else (),
     )
@@ -425,7 +426,7 @@ def cache_room_bytes(models: ModelShapes, layout: RunLayout, hardware: Hardware)
 def frozen_bytes(models: ModelShapes, layout: RunLayout) -> float:
     """Return the bytes of a GPU's weights of frozen models, and of a critic that is a copy."""
     copies = () if layout.in_place else models.trained[1:]
-    pairs = [*((layout.scorer, shape) for shape in models.frozen)]
+    pairs = [(layout.scorer, shape) for shape in models.frozen]
     pairs += [(layout.critic, shape) for shape in copies]
     return sum(weight_bytes(shape, on.tp) / on.fsdp for on, shape in pairs)
 
