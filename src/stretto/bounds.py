@@ -1,22 +1,30 @@
-"""Numbers: division rounded up, and checks in functions and commands by their annotations, for
-example ``PositiveInt`` of :mod:`stretto.config.sections`.
+"""Numbers: division rounded up, shares of a sequence, and checks in functions and commands by their
+annotations, for example ``PositiveInt`` of :mod:`stretto.config.sections`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from stretto.errors import ConfigError
+
+T = TypeVar("T")
 
 _CHECKED = {int, float, dict, Literal}  # parameters whose types contain one of these are checked
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Divide items into consecutive shares. The last ones may be smaller."""
+    share = ceil_div(len(items), count)
+    return [items[i * share : (i + 1) * share] for i in range(count)]
 
 
 @cache

@@ -85,7 +85,7 @@ def test_what_ranks_measured_is_planned_with_and_reported(
 ) -> None:
     # What is gathered of all ranks is said by one here.
     monkeypatch.setattr(
-        pipelined, "_of_all", lambda value: [value] if isinstance(value, dict) else value
+        pipelined, "of_all_ranks", lambda value: [value] if isinstance(value, dict) else value
     )
     config = PipelineConfig(ranks=2, schedule="serial")
     planner = Planner(config, {"actor": 1, "critic": 1}, seed=0)

@@ -202,11 +202,12 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
         "schedule": {name: getattr(schedule, name) for name in REPLACED},
         "rollout": {"engines": engines, "slots": slots_of(spec, candidate)},
     }
-    if config.pipeline.ranks or learner.pp > 1:
-        data["pipeline"] = {"ranks": learner.ranks if learner.pp > 1 else 0}
     if learner.pp > 1:
-        stages = {"stage_counts": (learner.pp, learner.pp)}
-        data["pipeline"] |= {**stages, "schedule": candidate.pipelining}
+        counts = learner.pp, learner.pp
+        stages = {"ranks": learner.ranks, "stage_counts": counts}
+        data["pipeline"] = {**stages, "schedule": candidate.pipelining}
+    elif config.pipeline.ranks:
+        data["pipeline"] = {"ranks": 0}
     if layout.gpus == 1 and not layout.sleeping:
         return {"runtime": "inline", **data, "cluster": {"processes": []}}
     scorers = model_scorers(config.algorithm, config.reward)

@@ -157,9 +157,8 @@ class PipelineConfig(Section):
             "pipeline.ranks = 1 makes one stage of a model, which is no pipeline; set it to 2 or "
             "more, or to 0 to train in this process"
         )
-        uneven_slices = max(self.stage_slices) % min(self.stage_slices) or self.ranks % max(
-            self.stage_slices
-        )
+        fewer, more = sorted(self.stage_slices)
+        uneven_slices = more % fewer or self.ranks % more
         broken["slices-not-divisor"] = (self.ranks and uneven_slices) and (
             f"pipeline.stage_slices = {list(self.stage_slices)}: one number must divide the other, "
             f"and the larger one pipeline.ranks = {self.ranks}"

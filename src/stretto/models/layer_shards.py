@@ -19,11 +19,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from stretto.bounds import ceil_div
+from stretto.bounds import shares
 from stretto.layout import Layout
 from stretto.models.backend import backend_of
 from stretto.models.forward import decoder_layers
 from stretto.models.mapped import final, final_dtype
+from stretto.models.shards import of_all_ranks
 from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
 
 T = TypeVar("T")
@@ -109,9 +110,7 @@ class Grid:
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Return the shares of all ranks of a slice. The last ones may be smaller."""
-        ranks = self.layout.fsdp
-        share = ceil_div(len(items), ranks)
-        return [items[row * share : (row + 1) * share] for row in range(ranks)]
+        return shares(items, self.layout.fsdp)
 
 
 class GatheredPasses:
@@ -147,8 +146,7 @@ class GatheredPasses:
 
     def merged(self, results: Mapping[int, T]) -> dict[int, T]:
         """Return the results of all rows. A collective."""
-        by_row: list[Any] = [None] * self.grid.layout.fsdp
-        dist.all_gather_object(by_row, dict(results), group=self.grid.rows)
+        by_row = of_all_ranks(dict(results), self.grid.rows)
         return {key: result for part in by_row for key, result in part.items()}
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.layout import Bounds
+
+T = TypeVar("T")
 
 Places = npt.NDArray[np.int64]
 
@@ -45,6 +48,13 @@ class FullParameter:
     dtype: torch.dtype
     dim: int | None = None
     by_rows: bool = True
+
+
+def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group, by default of all. A collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def index(bounds: Bounds) -> tuple[slice, ...]:

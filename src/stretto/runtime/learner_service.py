@@ -25,6 +25,7 @@ from stretto.files import FileSum
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.load import save_model
 from stretto.models.offload import OffloadedTensors
+from stretto.models.shards import of_all_ranks
 from stretto.runtime.process_messages import SENDER, TRAINED, Offer, Ready, RoleSetup, frozen_mark
 from stretto.runtime.state import claim_of, copied, fit, size_of
 from stretto.tasks.prompts import PromptSource
@@ -205,10 +206,7 @@ class LearnerService(Service):
         return state
 
     def _of_all(self, value: T) -> list[T]:
-        values: list[Any] = [value] * self._ranks
-        if self._ranks > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return of_all_ranks(value) if self._ranks > 1 else [value]
 
 
 def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:

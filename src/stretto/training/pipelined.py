@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.algorithms.reductions import Metrics
+from stretto.bounds import shares
 from stretto.config import Config, PipelineConfig
 from stretto.config.training_config import token_budget
 from stretto.models.forward import by_token_budget
 from stretto.models.mapped import take
+from stretto.models.shards import of_all_ranks
 from stretto.models.tensor_parallel import full_parameters, plan_cuts
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork, join_slices
@@ -46,8 +48,6 @@ from stretto.training.losses import Losses, MicroBatch
 from stretto.training.staged import StageModel
 from stretto.training.trained import LearningRate, require_trained
 from stretto.types import Stats
-
-T = TypeVar("T")
 
 MEASURED_RUN = 2
 """The mini-batch whose latencies are measured. The first is slow for unrelated reasons."""
@@ -93,16 +93,15 @@ class PipelinedBackprop:
         missing = -len(batches) % self._config.multiple
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
         layout = self._executor.layout
-        share, replica = len(batches) // layout.replicas, layout.replica(self._executor.rank)
-        batches = batches[replica * share : (replica + 1) * share]
-        plan = self._planner.plan(share)
+        batches = shares(batches, layout.replicas)[layout.replica(self._executor.rank)]
+        plan = self._planner.plan(len(batches))
         timings, metrics = self.passes(plan, batches, kl_coef)
         if not trains_actor:
             self.models["actor"].discard()
-        self._time(_of_all(timings), plan, batches[0], measures=not missing)
+        self._time(of_all_ranks(timings), plan, batches[0], measures=not missing)
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
         # Tensors on another rank's GPU cannot be added here.
-        by_rank = _of_all({name: metrics[name].on_cpu() for name in names})
+        by_rank = of_all_ranks({name: metrics[name].on_cpu() for name in names})
         return {name: sum((part[name] for part in by_rank), Metrics()) for name in names}
 
     def passes(
@@ -151,7 +150,7 @@ class PipelinedBackprop:
         self._runs += 1
         self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
         if self._runs >= MEASURED_RUN and measures and not self._planner.measured:
-            sizes = _of_all(self.saved_bytes(batch))
+            sizes = of_all_ranks(self.saved_bytes(batch))
             self._planner.measure(profile(self._executor.layout, timings, sizes))
 
     def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
@@ -211,13 +210,6 @@ def make(
     planner = Planner(p, parameters, config.seed)
     budget = token_budget(t.microbatch_tokens, device)
     return PipelinedBackprop(models, executor, losses, planner, p, budget)
-
-
-def _of_all(value: T) -> list[T]:
-    """Return the values of all ranks. A collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 GUESSED_TICKS = 1000

@@ -35,7 +35,7 @@ from stretto.models.forward import by_token_budget, head_reader, unwrapped
 from stretto.models.layer_shards import Grid, divide
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import index
+from stretto.models.shards import index, of_all_ranks
 from stretto.models.tensor_parallel import Slices, full_parameters, plan_cuts
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.divided import DividedModel, Division
@@ -282,10 +282,9 @@ class ShardedBackprop(LocalBackprop):
             batch or MicroBatch.blank(batches[0]) for batch in self._grid.share(batches)
         ]
         by_model = super().run(rank_batches, kl_coef, trains_actor=trains_actor)
-        rank_metrics: list[Any] = [None] * self._grid.layout.fsdp
         # Tensors on another rank's GPU cannot be added here.
         own_metrics = {name: m.on_cpu() for name, m in by_model.items()}
-        dist.all_gather_object(rank_metrics, own_metrics, group=self._grid.rows)
+        rank_metrics = of_all_ranks(own_metrics, self._grid.rows)
         return {
             name: sum((metrics[name] for metrics in rank_metrics), Metrics()) for name in by_model
         }

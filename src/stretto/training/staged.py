@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bounds import ceil_div
+from stretto.bounds import shares
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
 from stretto.layout import Layout
@@ -85,9 +85,7 @@ class StageModel(DividedModel):
         copies, copy = layout.replicas * pipelines, layout.replica(rank) * pipelines + pipeline
         tokens = [r.total_tokens for r in responses]
         count = len(by_token_budget(tokens, token_budget(budget, self.device)))
-        groups = divided(tokens, count, copies)
-        share = ceil_div(len(groups), copies)
-        groups = groups[copy * share : (copy + 1) * share]
+        groups = shares(divided(tokens, count, copies), copies)[copy]
         read = [[responses[row] for row in rows] for rows in groups]
         logprobs = torch.zeros(mask.shape)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from stretto.bounds import shares
 from stretto.errors import ConfigError
 from stretto.models.tensor_parallel import Slices
 from stretto.pipelines.executor.instructions import (
@@ -130,17 +131,15 @@ class PipelineExecutor:
     def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
         """Sum gradients in place over a model's pipelines, a tied weight's over its stages."""
         stage = self._stages[name]
-        works, tied = [], stage.tied
         if stage.slices:
             for key in sorted(gradients.keys() & stage.cuts.partial):
                 stage.slices.sum_(gradients[key])
-        for groups, is_tied in ((self._same, False), (self._ends, True)):
-            for key in sorted(gradients):
-                if (key in tied) == is_tied and name in groups:
-                    work = dist.all_reduce(gradients[key], group=groups[name], async_op=True)
-                    works.append(cast(dist.Work, work))  # None outside of the group
+        works = [
+            dist.all_reduce(gradients[key], group=group, async_op=True)
+            for key, group in self._held_alike(name, gradients)
+        ]
         for work in works:
-            work.wait()
+            cast(dist.Work, work).wait()  # None outside of the group
 
     @torch.no_grad()
     def spread(
@@ -148,11 +147,23 @@ class PipelineExecutor:
     ) -> None:
         """Copy weights in place from the rank that updates a slice of them, by ``source_of``, to
         all other copies of the stage, a tied one to both of its stages."""
-        stage, column = self._stages[name], self.layout.column(name, self.rank)
+        column = self.layout.column(name, self.rank)
+        works = [
+            dist.broadcast(weights[key], source_of(key, column), group, async_op=True)
+            for key, group in self._held_alike(name, weights)
+        ]
+        for work in works:
+            cast(dist.Work, work).wait()
+
+    def _held_alike(
+        self, name: Name, keys: Iterable[str]
+    ) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Yield the parameters that several ranks hold, each with their group, in one order on all
+        ranks: those of other copies of the stage, for a tied one of both of its stages."""
+        tied = self._stages[name].tied
         for groups, is_tied in ((self._same, False), (self._ends, True)):
-            for key in sorted(weights):
-                if (key in stage.tied) == is_tied and name in groups:
-                    dist.broadcast(weights[key], source_of(key, column), groups[name])
+            if name in groups:
+                yield from ((k, groups[name]) for k in sorted(keys) if (k in tied) == is_tied)
 
     def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
         """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
@@ -161,10 +172,9 @@ class PipelineExecutor:
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         is_first = pipeline == self.layout.replica(self.rank) == 0
         for key, gradient in gradients.items():
-            counts = (stage.first or key not in stage.tied) and (
-                not column or key in stage.cuts.dims
-            )
-            if is_first and counts:
+            is_first_stage = stage.first or key not in stage.tied
+            is_first_slice = not column or key in stage.cuts.dims
+            if is_first and is_first_stage and is_first_slice:
                 square += torch.linalg.vector_norm(gradient).double().square()
         dist.all_reduce(square)
         return math.sqrt(square.item())
@@ -177,8 +187,7 @@ class PipelineExecutor:
 
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
         pipeline, _ = self.layout.place(name, self.rank)
-        count = len(works) // self.layout.of(name)[1]
-        pipeline_works = works[pipeline * count : (pipeline + 1) * count]
+        pipeline_works = shares(works, self.layout.of(name)[1])[pipeline]
         return _Pass(self._stages[name], pipeline_works, self._device)
 
 

@@ -278,7 +278,7 @@ class StageLayout:
 
     def merged(self, name: Name) -> int:
         """Return the consecutive stages of a model in a slot."""
-        return max(self.slot_size // self.tp(name), 1)
+        return self.slot_size // self.tp(name)
 
     def slot(self, rank: int) -> int:
         return rank // self.slot_size % self.slots
