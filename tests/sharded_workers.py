@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from helpers import VOCABULARY, critic_of, llama
+from mapped_workers import held_bytes
 from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
 from stretto.layout import Layout
@@ -105,14 +105,6 @@ def scorers_of(
         reference_scorer(actor, 0.7, budget, divided(actor)),
         RewardModelScorer("rm", classifier, tokenizer, tokenizer, budget, gathered=gathered),
     ]
-
-
-def held_bytes() -> int:
-    """Bytes of all tensors of this process."""
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta]
-    plain = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in plain)}.values())
 
 
 def scored(scorer: ModelScorer, responses: Sequence[Response]) -> list[Score]:
