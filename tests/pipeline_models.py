@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_workers import Batch, lm_loss, value_loss
+from pipeline_workers import Batch, Trainer, lm_loss, value_loss
 from stretto.models.forward import backbone, output_head
 from stretto.models.heads import critic_from_actor
+from stretto.models.tensor_parallel import Cuts, plan_cuts
+from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, cut
+from stretto.workers.group import RankGroup
 
 VOCABULARY = 53
 RAGGED = [(9, 4, 7), (12,), (3, 3, 2, 5), (6, 11)]
@@ -69,3 +72,16 @@ def serial_gradients(model: Any, batches: Sequence[Batch]) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
+
+
+def load_stages(ranks: RankGroup, layout: StageLayout, actor: Any, critic: Any) -> None:
+    """Give the ranks of trainers their stages of two models, which they slice."""
+    models = dict(zip(NAMES, (actor, critic), strict=True))
+    of_actor, of_critic = (plan_cuts(models[name], layout.tp(name)) for name in NAMES)
+    stages = list[tuple[Stage, Stage, StageLayout, tuple[Cuts, Cuts]]]()
+    for rank in range(layout.ranks):
+        first, second = (
+            cut(models[name], layout.of(name)[0], layout.place(name, rank)[1]) for name in NAMES
+        )
+        stages.append((first, second, layout, (of_actor, of_critic)))
+    ranks.call_each(Trainer.load, stages)

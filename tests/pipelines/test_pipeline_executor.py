@@ -17,6 +17,7 @@ from pipeline_models import (
     RAGGED,
     critic_of,
     language_model,
+    load_stages,
     make_batches,
     serial_gradients,
 )
@@ -30,7 +31,7 @@ from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
-from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut
+from stretto.pipelines.executor.stages import StageLayout, cut
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import solve
@@ -41,18 +42,6 @@ from stretto.workers.rank import GroupSpec
 def require_close(ours: Tensor, serial: Tensor, most: float = 1e-6) -> None:
     far = (ours.double() - serial.double()).norm() / serial.double().norm()
     assert far <= most, far.item()
-
-
-def load(ranks: RankGroup, layout: StageLayout, actor: Any, critic: Any) -> None:
-    stages: list[tuple[Stage, Stage, StageLayout]] = []
-    for rank in range(layout.ranks):
-        pair = []
-        models: tuple[tuple[Name, Any], ...] = (("actor", actor), ("critic", critic))
-        for name, model in models:
-            count, _ = layout.of(name)
-            pair.append(cut(model, count, layout.place(name, rank)[1]))
-        stages.append((pair[0], pair[1], layout))
-    ranks.call_each(Trainer.load, stages)
 
 
 def require_equal_gradients(ranks: RankGroup, layout: StageLayout, expected: Any) -> None:
@@ -116,7 +105,7 @@ def require_equal_steps(
         "actor": serial_gradients(actor, batches[0]),
         "critic": serial_gradients(critic, batches[1]),
     }
-    load(ranks, layout, actor, critic)
+    load_stages(ranks, layout, actor, critic)
     actors = range(layout.actor_pipelines)
     critics = range(layout.actor_pipelines, layout.actor_pipelines + layout.critic_pipelines)
     for schedule in schedules(problem_of(layout, *counts)):
@@ -179,7 +168,7 @@ def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: RankGroup) -
     for model in (actor, critic):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.1." in name)
-    load(two, layout, actor, critic)
+    load_stages(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     two.call(Trainer.step, greedy(problem_of(layout, 4, 4)), batches, batches)
     expected = {
@@ -199,7 +188,7 @@ def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: RankGroup) 
     expected = serial_gradients(critic, batches)
     for model in (actor, critic):
         set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
-    load(two, layout, actor, critic)
+    load_stages(two, layout, actor, critic)
     two.call(Trainer.train)
     two.call(Trainer.step, greedy(problem_of(layout, 4, 4)), batches, batches)
     for answer in two.call(Trainer.gradients):
@@ -217,7 +206,7 @@ def test_gradients_add_up_over_runs(two: RankGroup) -> None:
     actor = language_model("llama", layers=2)
     use_short_attention(actor)  # which the ranks have not heard of before
     critic = critic_of(actor)
-    load(two, layout, actor, critic)
+    load_stages(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     for part in (batches[:1], batches[1:]):
         two.call(Trainer.step, greedy(problem_of(layout, len(part), 2)), part, batches[:2])
@@ -233,7 +222,7 @@ def test_transfers_may_be_ordered_by_other_latencies(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
     critic = critic_of(actor)
-    load(two, layout, actor, critic)
+    load_stages(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)
     problem = Problem(
         ModelPipelines.of(
@@ -252,7 +241,7 @@ def test_transfers_may_be_ordered_by_other_latencies(two: RankGroup) -> None:
 def test_a_measured_run_becomes_a_problem(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=4)
-    load(two, layout, actor, critic_of(language_model("llama", layers=2)))
+    load_stages(two, layout, actor, critic_of(language_model("llama", layers=2)))
     batches = make_batches([(16,) * 8] * 4, seed=3)
     schedule = one_f_one_b(problem_of(layout, 4, 4))
     saved = two.call(Trainer.saved, batches[0].tokens)

@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from pipeline_helpers import problem_of
-from pipeline_models import RAGGED, critic_of, language_model, make_batches, serial_gradients
-from pipeline_workers import Batch, Trainer
+from pipeline_models import (
+    RAGGED,
+    critic_of,
+    language_model,
+    load_stages,
+    make_batches,
+    serial_gradients,
+)
+from pipeline_workers import Trainer
 from raising import raises
+from stretto.bounds import shares
 from stretto.errors import ConfigError
 from stretto.models.tensor_parallel import Cuts, plan_cuts
 from stretto.pipelines.baselines import one_f_one_b
-from stretto.pipelines.executor.stages import NAMES, Name, StageLayout, cut
+from stretto.pipelines.executor.stages import NAMES, Name, StageLayout
 from stretto.pipelines.solve import solve
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec
@@ -47,40 +55,23 @@ def test_gradients_and_norms_are_those_of_one_process(layout: StageLayout) -> No
     problem = problem_of(layout, counts["actor"], counts["critic"])
     ranks = RankGroup(GroupSpec(layout.ranks), Trainer).start()
     try:
-        ranks.call_each(
-            Trainer.load, (_loaded(layout, r, models, cuts) for r in range(layout.ranks))
-        )
+        load_stages(ranks, layout, actor, critic)
         for schedule in (one_f_one_b(problem), solve(problem, seconds=0.2).schedule):
-            shares = (
+            steps = (
                 (
                     schedule,
-                    _share(layout, rank, batches["actor"]),
-                    _share(layout, rank, batches["critic"]),
+                    shares(batches["actor"], layout.replicas)[layout.replica(rank)],
+                    shares(batches["critic"], layout.replicas)[layout.replica(rank)],
                     problem,
                 )
                 for rank in range(layout.ranks)
             )
-            ranks.call_each(Trainer.step, shares)
+            ranks.call_each(Trainer.step, steps)
             answers = ranks.call(Trainer.gradients)
             for name in NAMES:
                 _require_gradients(layout, name, cuts[name], answers, expected[name])
     finally:
         ranks.close()
-
-
-def _loaded(
-    layout: StageLayout, rank: int, models: dict[Name, Any], cuts: dict[Name, Cuts]
-) -> tuple[Any, Any, StageLayout, tuple[Cuts, Cuts]]:
-    actor, critic = (
-        cut(models[name], layout.of(name)[0], layout.place(name, rank)[1]) for name in NAMES
-    )
-    return actor, critic, layout, (cuts["actor"], cuts["critic"])
-
-
-def _share(layout: StageLayout, rank: int, batches: list[Batch]) -> list[Batch]:
-    share = len(batches) // layout.replicas
-    first = layout.replica(rank) * share
-    return batches[first : first + share]
 
 
 def _require_gradients(
