@@ -249,7 +249,7 @@ def test_copies_of_a_role_divide_the_ranks_evenly() -> None:
         "reference 1": ([4, 5, 6, 7], Layout(tp=4), 2),
         "critic": ([0, 1, 2, 3, 4, 5, 6, 7], None, 0),
     }
-    assert place.tp == 4
+    assert place.close_ranks == 4
     assert memory(place, {"learner": 80, "actor": 10, "reference": 8, "critic": 16}) == 19
 
 

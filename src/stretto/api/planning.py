@@ -202,9 +202,8 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
         "schedule": {name: getattr(schedule, name) for name in REPLACED},
         "rollout": {"engines": engines, "slots": slots_of(spec, candidate)},
     }
-    if learner.pp > 1:
-        counts = learner.pp, learner.pp
-        stages = {"ranks": learner.ranks, "stage_counts": counts}
+    if learner.has_stages:
+        stages = config.pipeline.settings_of(learner)
         data["pipeline"] = {**stages, "schedule": candidate.pipelining}
     elif config.pipeline.ranks:
         data["pipeline"] = {"ranks": 0}
@@ -217,18 +216,18 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
     if layout.sharing in ("all", "learner"):
         roles |= {name: layout.critic if name == "critic" else layout.scorer for name in scorers}
     processes = [_process(learner.ranks, roles)]
-    if learner.pp > 1:
+    if learner.has_stages:
         processes = [{"roles": [LEARNER]}]  # with pipeline.ranks ranks
     if layout.offload:
         processes[0]["offload"] = True
-    slices = Layout(tp=layout.generator.tp)
+    engine = layout.generator.per_copy
     if not layout.in_place:
-        processes += [_process(slices.ranks, {name: slices}) for name in generator_names(engines)]
+        processes += [_process(engine.ranks, {name: engine}) for name in generator_names(engines)]
     if layout.sharing == "none":
-        slices, copies = Layout(tp=layout.scorer.tp), layout.scorer.dp
+        copy, copies = layout.scorer.per_copy, layout.scorer.dp
         for i in range(copies if scorers else 0):
             names = [f"{name} {i}" for name in scorers] if copies > 1 else scorers
-            processes.append(_process(slices.ranks, dict.fromkeys(names, slices)))
+            processes.append(_process(copy.ranks, dict.fromkeys(names, copy)))
     hosted = scorers and layout.sharing == "generators"
     return {
         "runtime": runtime_for(ceil_div(layout.gpus, spec.hardware.links.gpus_per_node)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ from stretto.config.cluster_config import LEARNER
 from stretto.config.sections import TRACKERS, RewardSource, TaskConfig, reward_source
 from stretto.config.training_config import PipelineConfig
 from stretto.errors import ConfigError, ModelError, TaskError, require
+from stretto.layout import Layout
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
 from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
-from stretto.models.shapes import undivided
 from stretto.observe.trackers import port_taken, require_libraries
 from stretto.planner import fitting
 from stretto.tasks import Task
@@ -84,7 +84,8 @@ def check_run(
                 info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
             layouts = config.generator_layouts
             layouts += chain(*map(config.cluster.layouts, (LEARNER, "reference")))
-            _check_slices(info, *(layout.tp for layout in layouts), config.pipeline.stage_slices[0])
+            layouts += [config.pipeline.layout_of("actor")] if config.pipeline.ranks else []
+            _check_heads(info, layouts)
             _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)
@@ -232,13 +233,12 @@ def _check_model(
     return info
 
 
-def _check_slices(info: ModelInfo, *slices: int) -> None:
-    heads = info.number("num_attention_heads", "n_head")
+def _check_heads(info: ModelInfo, layouts: Iterable[Layout]) -> None:
+    heads = info.number("num_attention_heads", "n_head") or 0
     kv_heads = info.number("num_key_value_heads") or heads
-    for parts in slices:
-        for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
-            if count and count % parts:
-                raise undivided(parts, count, f"{what} of '{info.name}'")
+    for layout in layouts:
+        layout.require_divisor(heads, f"attention heads of '{info.name}'")
+        layout.require_divisor(kv_heads, f"key-value heads of '{info.name}'")
 
 
 def _check_stages(info: ModelInfo, pipeline: PipelineConfig, *, alike: bool) -> None:

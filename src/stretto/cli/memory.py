@@ -37,8 +37,7 @@ def command_memory(
     """
     options = GpuOptions(**on_gpus)
     if not options.gpus:
-        if options.fsdp or options.tp != 1 or options.offload:
-            raise ConfigError("--fsdp, --tp and --offload need GPUs: add --gpus", "gpus-missing")
+        options.require_default()
         print(format_plan(memory_plan(*_parameters(model, lora_rank, lora_targets))))
         return
     if lora_rank:

@@ -130,7 +130,7 @@ def _roles(candidate: Candidate, plan: Plan) -> str:
     again = ", layers computed again" if layout.checkpointing else ""
     offload = ", roles offloaded" if layout.offload else ""
     learner = f"learner {layout.learner}"
-    if layout.learner.pp > 1:
+    if layout.learner.has_stages:
         learner += f" ({candidate.pipelining})"
     parts = [f"{learner}, {layout.micro_tokens:,} tokens a micro-batch{again}{offload}"]
     parts.append(f"generators {layout.generator}")

@@ -19,7 +19,7 @@ from stretto.config.sections import (
     WorkersOrAuto,
 )
 from stretto.errors import RuleError
-from stretto.layout import Layout
+from stretto.layout import INDEPENDENT, Layout
 
 LEARNER, GENERATOR = "learner", "generator"
 """The role that trains, and the one of all engines."""
@@ -106,10 +106,10 @@ class ProcessConfig(Section):
         if layout := self.layout.get(role, self.layout.get(kind)):
             return layout
         if role == LEARNER:
-            return Layout(fsdp=self.ranks)
+            return Layout.sharded(self.ranks)
         if kind != GENERATOR or not engines:
             return None
-        return Layout(dp=engines, tp=max(self.ranks // engines, 1))
+        return Layout.independent(max(self.ranks, engines), engines)
 
     def rules(self, broken: Rules) -> None:
         """Check that the roles can work in these processes."""
@@ -141,17 +141,18 @@ class ProcessConfig(Section):
                 f"{here} is for {layout.ranks} ranks, and these processes have ranks = "
                 f"{self.ranks}; choose numbers whose product is {self.ranks}"
             )
-            broken["stages-in-layout"] = layout.pp > 1 and (
+            broken["stages-in-layout"] = layout.has_stages and (
                 f"{here}: pipeline stages are set by pipeline.ranks; leave pp out"
             )
             broken["copies-of-learner"] = (role == LEARNER and layout.dp > 1) and (
                 f"{here}: the ranks of a learner share its states; set fsdp instead of dp"
             )
-            broken["shards-of-generator"] = (role == GENERATOR and layout.fsdp > 1) and (
-                f"{here}: an engine would gather all layers for each token; set dp and tp instead"
+            broken["shards-of-generator"] = (role == GENERATOR and layout.gathers) and (
+                f"{here}: an engine would gather all layers for each token; set {INDEPENDENT} "
+                "instead"
             )
             scores = role not in (LEARNER, GENERATOR)
-            broken["copies-of-shards"] = (scores and layout.dp > 1 and layout.fsdp > 1) and (
+            broken["copies-of-shards"] = (scores and layout.dp > 1 and layout.gathers) and (
                 f"{here}: the ranks of shards share the responses already; leave dp out"
             )
             if any(broken.values()):

@@ -22,6 +22,7 @@ from stretto.config.sections import UNCHECKED, subsection
 from stretto.errors import ConfigError, near, nearest
 from stretto.foreign import ADVICE, ELSEWHERE, OF_RUNS, RENAMED
 from stretto.interfaces import QUOTED, SETTINGS, TomlFile, worded
+from stretto.layout import LAYOUT_SETTINGS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -332,7 +333,7 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
         table = isinstance(value, Mapping)
         return f"unknown setting '{key}'. {hint(key, kind, table=table)}"
     if error["type"] == "unexpected_keyword_argument":
-        return f"unknown setting '{key}'; a layout has dp, fsdp and tp"
+        return f"unknown setting '{key}'; a layout has {LAYOUT_SETTINGS}"
     if error["type"] == "value_error":
         return str(context["error"])
     plain = isinstance(value, str | int | float | Mapping | Sequence | None)

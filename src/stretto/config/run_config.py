@@ -31,7 +31,7 @@ from stretto.config.sections import (
 )
 from stretto.config.training_config import PipelineConfig, Trained, TrainingConfig
 from stretto.errors import ConfigError
-from stretto.layout import Layout
+from stretto.layout import INDEPENDENT, Layout
 
 
 class Config(Section):
@@ -90,8 +90,7 @@ class Config(Section):
         p = self.pipeline
         if p.ranks:
             model: Trained = "critic" if p.stage_slices[1] > p.stage_slices[0] else "actor"
-            copies = p.replicas * p.pipelines(model)
-            return Layout(dp=copies, pp=p.stages_of(model), tp=p.slices_of(model))
+            return p.layout_of(model)
         return self.cluster.learner_layout
 
     @property
@@ -254,10 +253,11 @@ class Config(Section):
 
     def _process_rules(self, broken: Rules) -> None:
         multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
-        sliced = [layout.tp for layout in self.generator_layouts if layout.tp > 1]
+        sliced = [layout for layout in self.generator_layouts if not layout.holds_whole]
         broken["draft-in-slices"] = (sliced and self.rollout.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
-            f"one device, and cluster.processes cuts it by tp = {sliced[0]}; leave one of them out"
+            f"one device, and cluster.processes cuts it by layout.generator = {sliced[0]}; leave "
+            "one of them out"
         )
         on_threads = not self.runtime_kind.has_processes
         broken["ranks-without-processes"] = (multi_rank and on_threads) and (
@@ -288,10 +288,10 @@ class Config(Section):
         for process in self.cluster.processes:
             layout = process.layout.get("critic", Layout())
             is_learners = shared and process is learners and layout == self.learner_layout
-            broken["critic-in-shards"] = (layout.fsdp > 1 and not is_learners) and (
+            broken["critic-in-shards"] = (layout.gathers and not is_learners) and (
                 f"cluster.processes: layout.critic = {layout} has shards, which the critic as a "
                 "scorer has only in the learner's ranks, in the learner's layout, with "
-                "schedule.lag = 0 and without pipeline.ranks; set dp and tp instead"
+                f"schedule.lag = 0 and without pipeline.ranks; set {INDEPENDENT} instead"
             )
             if broken["critic-in-shards"]:
                 return

@@ -201,7 +201,7 @@ class ModelConfig(Section):
     """LoRA scale: the update is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
     lora_kind: Literal["lora", "rslora", "dora"] = "lora"
     """Kind of adapters: lora, rslora (scaled for high ranks), or dora (learns magnitude and
-    direction of weights separately; not with load_in_4bit or tp)."""
+    direction of weights separately; not with load_in_4bit or slices)."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer
     but the head."""

@@ -24,6 +24,7 @@ from stretto.config.sections import (
     Workers,
     WorkersOrAuto,
 )
+from stretto.layout import Layout
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Trained = Literal["actor", "critic"]
@@ -146,6 +147,15 @@ class PipelineConfig(Section):
     def pipelines(self, model: Trained) -> int:
         """Return the pipelines of a model in each replica."""
         return self._slots * self.merged(model) // self.stages_of(model)
+
+    def layout_of(self, model: Trained) -> Layout:
+        copies = self.replicas * self.pipelines(model)
+        return Layout(dp=copies, pp=self.stages_of(model), tp=self.slices_of(model))
+
+    @staticmethod
+    def settings_of(layout: Layout) -> dict[str, Any]:
+        """Return the settings by which both models have a layout."""
+        return {"ranks": layout.ranks, "stage_counts": (layout.pp, layout.pp)}
 
     @property
     def multiple(self) -> int:

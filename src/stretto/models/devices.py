@@ -243,7 +243,7 @@ class CudaBackend(Backend):
         apply(model=unwrapped(model), cross_entropy=False, fused_linear_cross_entropy=False)
 
     def compile_layers(self, model: nn.Module) -> None:
-        for layer in decoder_layers(model):  # one by one: FSDP gathers and frees between them
+        for layer in decoder_layers(model):  # one by one, as shards are gathered
             layer.compile(dynamic=True)
 
     def pack_sequences(self, model: nn.Module) -> None:

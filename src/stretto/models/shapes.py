@@ -252,12 +252,3 @@ def weight_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from ((f"model.norm.{part}", (hidden,)) for part in parts)
     if not tied:
         yield "lm_head.weight", (shape.vocabulary, hidden)
-
-
-def undivided(tp: int, count: int, what: str) -> ModelError:
-    """Return the error for a number that tensor parallelism does not divide."""
-    return ModelError(
-        f"tp = {tp} does not divide the {count} {what}; choose a divisor, with more shards (fsdp) "
-        "or copies (dp; those of a generator are rollout.engines)",
-        "tp-divides",
-    )

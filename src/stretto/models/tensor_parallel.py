@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.errors import ModelError
+from stretto.layout import Layout
 from stretto.models.forward import backbone, text_config
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shapes import undivided
 from stretto.models.shards import FullParameter
 
 BY_OUTPUTS = "colwise"
@@ -160,9 +160,9 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
     config, kind = text_config(decoder), type(decoder).__name__
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
-        if count % size:
-            raise undivided(size, count, f"{what} of {kind}")
+    layout = Layout(tp=size)
+    layout.require_divisor(heads, f"attention heads of {kind}")
+    layout.require_divisor(kv_heads, f"key-value heads of {kind}")
     names = {id(module): name for name, module in model.named_modules()}
     dims: dict[str, int] = {}
     partial = set[str]()
@@ -175,8 +175,7 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
             continue
         for linear in _linears(module, style, name):
             width = linear.out_features if style == BY_OUTPUTS else linear.in_features
-            if width % size:
-                raise undivided(size, width, f"features of '{name}'")
+            layout.require_divisor(width, f"features of '{name}'")
             dims |= _dims(ByOutputs if style == BY_OUTPUTS else ByInputs, linear, names[id(linear)])
     return Cuts(dims, frozenset(partial))
 

@@ -136,8 +136,8 @@ def fitted_run(
         raise ConfigError(
             f"{able.title}'s weights take {format_size(round(least * size))} of {place.device}, "
             f"and other roles leave {format_size(max(round((FILLED - other_share) * size), 0))} of "
-            f"{format_size(size)}. Give them other GPUs (cluster.processes), more of them "
-            "(fsdp, tp), or take LoRA",
+            f"{format_size(size)}. Give them other GPUs (cluster.processes), or more of them "
+            "(ranks), or take LoRA",
             "memory-exceeded",
         )
     # The engine refuses to start unless this share is free.

@@ -331,9 +331,9 @@ class RunMemory:
     ) -> int:
         learner = self.config.learner_layout
         trains = any(seat.role == LEARNER for seat in place.roles)
-        ways = (learner.pp, learner.fsdp, learner.tp) if trains else (len(place.devices),)
+        groups = learner.groups if trains else len(place.devices) > 1
         follows = any(seat.scorer in ("", "critic") for seat in place.roles)
-        return sum(ranks > 1 for ranks in ways) + (follows and len(placements) > 1)
+        return groups + (follows and len(placements) > 1)
 
     def _put_roles(
         self,
@@ -386,7 +386,7 @@ class RunMemory:
                 holds.put_inference(
                     f"{seat.role}'s weights",
                     model,
-                    layout if borrows else seat.layout or Layout(tp=len(seat.ranks)),
+                    layout if borrows else seat.layout or Layout.independent(len(seat.ranks)),
                     c.rollout.prefill_tokens if generates else tokens,
                     layout if follows and not (inline or borrows) else None,
                     rows=c.cached_rows if generates else None,

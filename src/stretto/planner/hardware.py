@@ -87,10 +87,8 @@ class Links:
         return min(self.within_bytes_per_s, members_a_node * self.between_bytes_per_s)
 
     def data_bytes_per_s(self, layout: Layout) -> float:
-        """Return the speed of collectives over copies or shards. Slices are neighbours, and the
-        stages of a pipeline.
-        """
-        a_node = max(1, self.gpus_per_node // (layout.tp * (layout.pp if layout.dp > 1 else 1)))
+        """Return the speed of collectives over copies or shards."""
+        a_node = max(1, self.gpus_per_node // layout.data_stride)
         return self.bytes_per_s(layout.data_parallel, min(layout.data_parallel, a_node))
 
 

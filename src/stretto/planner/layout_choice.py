@@ -92,13 +92,13 @@ def _layouts(
     if shape is None:
         return
     ranks, streams = process.ranks, config.schedule.knobs.streams
-    slices = [n for n in range(1, ranks + 1) if not ranks % n and shape.cuts_into(n)]
+    ways = [layout for layout in Layout.all_independent(ranks) if layout.divides(shape)]
     has_shards = role not in (GENERATOR, "critic")  # a critic of its own follows the learner's
     if has_shards and not streams:
-        slices = [1]  # shards are as small as slices, and divide any model
-    yield from (Layout(dp=ranks // n, tp=n) for n in slices)
+        ways = ways[:1]  # shards are as small as slices, and divide any model
+    yield from ways
     if has_shards:
-        yield Layout(fsdp=ranks)
+        yield Layout.sharded(ranks)
 
 
 def _with_layout(config: Config, number: int, role: str, layout: Layout) -> Config:

@@ -93,7 +93,7 @@ class RunLayout:
         """The layout of the critic as a scorer. A copy of it is not sharded."""
         if self.in_place:
             return self.learner
-        return self.scorer if self.scorer.fsdp == 1 else Layout(tp=self.scorer.ranks)
+        return Layout.independent(self.scorer.ranks) if self.scorer.gathers else self.scorer
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -123,13 +123,4 @@ class RunLayout:
             *((self.critic, shape) for shape in models.trained[1:]),
         ]
         for layout, shape in pairs:
-            if layout.pp > shape.layers:
-                subject = f"{layout.pp} pipeline stages of a model with {shape.layers} layers"
-                raise ConfigError(f"{subject}: give each stage one or more", "too-many-stages")
-            if not shape.cuts_into(layout.tp):
-                heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
-                problem = f"tensor parallelism {layout.tp} does not divide {heads}"
-                raise ConfigError(problem, "heads-not-divided")
-            if layout.tp > links.gpus_per_node:
-                subject = f"tensor parallelism {layout.tp} on nodes of {links.gpus_per_node} GPUs"
-                raise ConfigError(f"{subject}: it must stay within a node", "tensor-across-nodes")
+            layout.check(shape, links.gpus_per_node)

@@ -46,9 +46,9 @@ class ProcessPlacement:
         return self.devices[0]
 
     @property
-    def tp(self) -> int:
-        """The most neighbouring ranks that slice layers. They must be on one machine."""
-        return max(seat.layout.tp if seat.layout else 1 for seat in self.roles)
+    def close_ranks(self) -> int:
+        """The most neighbouring ranks of a role that must be on one machine."""
+        return max(seat.layout.close_ranks if seat.layout else 1 for seat in self.roles)
 
     @property
     def generates(self) -> bool:
@@ -185,7 +185,7 @@ def _seats(process: ProcessConfig, engines: int, models: Collection[str]) -> lis
         elif layout and layout.dp > 1 and role in models:
             names = [f"{role} {i}" for i in range(layout.dp)]
         size = process.ranks // len(names)
-        of_copy = replace(layout, dp=1) if layout else None
+        of_copy = layout.per_copy if layout else None
         for i, name in enumerate(names):
             ranks = range(i * size, (i + 1) * size)
             seats.append(RolePlacement(name, _scorer_of(name, models), None, ranks, of_copy))
@@ -331,15 +331,15 @@ def _ranks(process: ProcessPlacement) -> list[str]:
 
 
 def _check_generators(engines: int, placements: Sequence[ProcessPlacement]) -> None:
-    """Refuse generators with different tp, because rollouts move between them with KV caches."""
+    """Refuse generators of different layouts, because rollouts move between them with KV caches."""
     names = generator_names(engines)
     cuts = {r.role: len(r.ranks) for p in placements for r in p.roles if r.role in names}
     if len(set(cuts.values())) > 1:
         slices = ", ".join(f"{name}: {cuts[name]}" for name in names)
         raise ConfigError(
             f"cluster.processes cuts generators into different numbers of slices ({slices}), and "
-            "rollouts move between them with their keys and values; give all the same tp, or set "
-            "schedule.migrate = 'off'",
+            "rollouts move between them with their keys and values; give all the same number, or "
+            "set schedule.migrate = 'off'",
             "generators-cut-differently",
         )
 

@@ -329,7 +329,7 @@ class RayLauncher(Launcher):
             positions = self._positions[process.name] = list[int]()
             for rank, device in enumerate(process.devices):
                 shares = self._sharing > 1 and device != "cpu"
-                key = device if shares else (process.name, rank // process.tp)
+                key = device if shares else (process.name, rank // process.close_ranks)
                 positions.append(place := places.setdefault(key, len(bundles)))
                 cpus, gpus = bundles[place] if place < len(bundles) else (0.0, 0.0)
                 more = float(device != "cpu" and not (shares and gpus))
@@ -356,7 +356,7 @@ class RayLauncher(Launcher):
 
         assert self._cluster is not None
         shares = self._sharing > 1 and process.device != "cpu"
-        share = 1 / (self._sharing if shares else process.tp)
+        share = 1 / (self._sharing if shares else process.close_ranks)
         places = self._positions[process.name]
         return ActorProcesses(spec, self._cluster, places, share, process.python)
 

@@ -13,7 +13,7 @@ from stretto.assembly.roles import RoleFactory, load_reward
 from stretto.assembly.run_models import made_ready, make_critic, starts_adapted, with_adapters
 from stretto.config.sections import reward_source
 from stretto.errors import ModelError
-from stretto.layout import Layout
+from stretto.layout import UNCUTTABLE, Layout
 from stretto.models.layer_shards import GatheredPasses, frozen_shards
 from stretto.models.lora import ReferenceAdapters, starting_policy
 from stretto.models.weights import fingerprint
@@ -24,9 +24,6 @@ from stretto.training.sharded import ShardedModel
 from stretto.training.trained import TrainedModel
 from stretto.types import Prompt
 from stretto.weights.channel import OwnWeights
-
-UNCUTTABLE = ("tp-divides", "no-tp-plan")
-"""Codes of the errors of models that slices do not divide."""
 
 
 def reference(setup: RoleSetup) -> ScorerService:
@@ -98,8 +95,8 @@ def critic(setup: RoleSetup) -> ScorerService:
         reason = str(error).partition("; ")[0]
         raise ModelError(
             "the critic as a scorer has slices of its own, because it may lag behind the learner's "
-            f"or has other ranks, and {reason}. Give it tp alone, with slices that divide its "
-            "heads, or place it in the learner's ranks with schedule.lag = 0: then it uses the "
+            f"or has other ranks, and {reason}. Give it slices alone, in a number that divides "
+            "its heads, or place it in the learner's ranks with schedule.lag = 0: then it uses the "
             "learner's shards",
             error.code,
         ) from error
@@ -144,14 +141,14 @@ def _divided(
     """Divide a frozen model among the ranks, by a layout or, without one, into slices if possible,
     else into shards. Return the passes of shards. They are offloaded by leaving them on the host.
     """
-    if layout is None or layout.fsdp == 1:
+    if layout is None or not layout.gathers:
         try:
             cut(model, setup)
         except ModelError as error:
             if layout or error.code not in UNCUTTABLE:
                 raise
             reason = str(error).partition("; ")[0]
-            layout = Layout(fsdp=dist.get_world_size())
+            layout = Layout.sharded(dist.get_world_size())
             notes.append(
                 f"'{name}' is sharded over {layout.ranks} ranks, because it cannot be sliced: "
                 f"{reason}"

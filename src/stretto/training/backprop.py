@@ -102,7 +102,7 @@ def _passes(
 ) -> Metrics:
     def forward(batch: MicroBatch) -> tuple[Tensor, LossTerm]:
         term = loss(batch.read(trained.model), batch)
-        return term.loss, term  # FSDP finds losses in tuples, but not in other objects
+        return term.loss, term  # shards find losses in tuples, but not in other objects
 
     metrics = Metrics()
     with trained.training():
