@@ -12,7 +12,7 @@ from pipeline_workers import Batch, Trainer, lm_loss, value_loss
 from stretto.models.forward import backbone, output_head
 from stretto.models.heads import critic_from_actor
 from stretto.models.tensor_parallel import Cuts, plan_cuts
-from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, cut
+from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, StageOwners, cut
 from stretto.workers.group import RankGroup
 
 VOCABULARY = 53
@@ -78,10 +78,11 @@ def load_stages(ranks: RankGroup, layout: StageLayout, actor: Any, critic: Any) 
     """Give the ranks of trainers their stages of two models, which they slice."""
     models = dict(zip(NAMES, (actor, critic), strict=True))
     of_actor, of_critic = (plan_cuts(models[name], layout.tp(name)) for name in NAMES)
-    stages = list[tuple[Stage, Stage, StageLayout, tuple[Cuts, Cuts]]]()
+    owners = tuple(StageOwners.of(models[name], name, layout) for name in NAMES)
+    stages = list[tuple[Stage, Stage, StageLayout, tuple[Cuts, Cuts], tuple[StageOwners, ...]]]()
     for rank in range(layout.ranks):
         first, second = (
             cut(models[name], layout.of(name)[0], layout.place(name, rank)[1]) for name in NAMES
         )
-        stages.append((first, second, layout, (of_actor, of_critic)))
+        stages.append((first, second, layout, (of_actor, of_critic), owners))
     ranks.call_each(Trainer.load, stages)

@@ -26,7 +26,7 @@ from stretto.pipelines.executor.executor import (
     saved_bytes,
 )
 from stretto.pipelines.executor.instructions import Timings
-from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, slice_stage
+from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, StageOwners, slice_stage
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
 
@@ -69,11 +69,13 @@ class Trainer:
         critic: Stage,
         layout: StageLayout,
         cuts: tuple[Cuts, Cuts] = (Cuts(), Cuts()),
+        owners: tuple[StageOwners, ...] = (),
     ) -> None:
         for name, stage, of_model in zip(NAMES, (actor, critic), cuts, strict=True):
             slice_stage(stage, of_model, join_slices(layout, name, self.rank))
         self.stages = {"actor": Watched(actor), "critic": Watched(critic)}
         self.layout = layout
+        self.owners = dict(zip(NAMES, owners, strict=False))
         self.executor = PipelineExecutor(actor, critic, layout, torch.device("cpu"))
 
     def step(
@@ -110,14 +112,18 @@ class Trainer:
         self.doomed = True
 
     def gradients(self) -> dict[str, tuple[dict[str, Tensor], float]]:
-        """By model: reduced gradients by names in the whole model, and their norm."""
+        """By model: reduced gradients that this rank owns, by names in the whole model, and the
+        norm of all.
+        """
         out = {}
         for name in NAMES:
             stage = self.stages[name].stage
             parameters = dict(stage.named_parameters())
             own = {stage.names[k]: p.grad for k, p in parameters.items() if p.grad is not None}
-            self.executor.reduce(name, own)
-            out[name] = own, self.executor.norm(name, own)
+            owner, column = self.owners[name].rank_of, self.layout.column(name, self.rank)
+            self.executor.reduce(name, own, owner)
+            norm = self.executor.norm(name, own, owner)
+            out[name] = {k: g for k, g in own.items() if owner(k, column) == self.rank}, norm
             stage.zero_grad()
         return out
 

@@ -90,13 +90,16 @@ class StagedRank:
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]
 
-    def moments(self) -> dict[str, int]:
-        """Bytes of AdamW's moments here, by model."""
-        return {
-            name: sum(v.nbytes for s in model._optimizer.state.values() for v in s.values())
-            - sum(s[STEP].nbytes for s in model._optimizer.state.values())
-            for name, model in self.learner.trained.items()
-        }
+    def update_states(self) -> dict[str, tuple[int, int]]:
+        """Bytes of AdamW's moments here, and of masters that are not the weights, by model."""
+        held = {}
+        for name, model in self.learner.trained.items():
+            states = model._optimizer.state.values()
+            moments = sum(v.nbytes for s in states for k, v in s.items() if k != STEP)
+            pairs = zip(model._masters, model._weights, strict=True)
+            masters = [m.untyped_storage() for m, weight in pairs if m is not weight]
+            held[name] = moments, sum(storage.nbytes() for storage in masters)
+        return held
 
     def refused(self, batch: TrainBatch) -> str:
         """The code of the error of a batch that cannot be trained on."""

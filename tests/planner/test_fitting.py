@@ -191,6 +191,18 @@ def test_what_rests_on_the_host_counts_in_its_phases() -> None:
     assert cpu.held["learner's states"] == 2 * states
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_copies_of_a_stage_share_what_updates_need(width: int) -> None:
+    """Two replicas of two stages share moments and, if they are not the weights, masters."""
+    load = found(4, width, pipeline={"ranks": 4, "stage_counts": (2, 2)})["cuda:0"]
+    held = 2 * LAYER + 2 * ROOT + 8  # a layer of each model and both ends
+    parts = {part: load.held[part] for part in ("learner's weights", "learner's states")}
+    if width == 2:
+        assert parts == {"learner's weights": 2 * held, "learner's states": (4 + 12 / 2) * held}
+    else:
+        assert parts == {"learner's weights": 0, "learner's states": (8 + 8 / 2) * held}
+
+
 def test_processes_of_one_machine_share_its_memory_and_phases_add_up_where_they_overlap() -> None:
     (apart,) = found().values()
     (beside,) = found(schedule={"preset": "async"}).values()

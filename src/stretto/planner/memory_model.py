@@ -214,16 +214,16 @@ class DeviceMemory:
         copied = copies and width < SINGLE and adapters is None
         for shape in models:
             weights = shape.stage(layout.pp).held(layout.tp)
-            # Copies of a stage share moments, but not masters and gradients.
-            adam, _ = trained_bytes(weights, adapters, layout.data_parallel, width, MOMENTS)
-            others, _ = trained_bytes(weights, adapters, layout.fsdp, width, STATE - MOMENTS)
+            # Copies of a stage share moments and masters, but not weights and gradients.
+            shared_state = MOMENTS + SINGLE if copied else MOMENTS
+            adam, _ = trained_bytes(weights, adapters, layout.data_parallel, width, shared_state)
+            others, _ = trained_bytes(weights, adapters, layout.fsdp, width, STATE - shared_state)
             if adapters is not None and shape not in shared:
                 frozen = weight_bytes(shape.stage(layout.pp), layout.tp, width)
                 self.put(FROZEN, frozen / layout.fsdp)
             if copied:
                 self.put("learner's weights", width * weights)
-            masters = SINGLE * weights / layout.fsdp if copied else 0
-            resting = round(adam + masters) if moments else 0
+            resting = round(adam) if moments else 0
             self.put(STATES, round(adam + others) - resting)
             if moments:
                 self.put("learner's moments", resting, *moments)

@@ -97,10 +97,10 @@ class ShardedModel(DividedModel):
         self._updates = 0
         self._reduces_once: bool | None = None  # unknown before the first update
 
-    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+    def _make_master(self, name: str, weight: nn.Parameter) -> nn.Parameter:
         if isinstance(weight, DTensor):
             return nn.Parameter(weight.to_local())  # shares memory
-        return super()._make_master(weight)
+        return super()._make_master(name, weight)
 
     def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
         return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]

@@ -39,9 +39,12 @@ class StageModel(DividedModel):
 
     - Parameters have their names in the full model. The first stage also keeps the parameters that
       no stage reads, such as a vision tower's.
-    - Gradients are summed over pipelines, those of a tied weight over its stages too. All ranks
-      clip by the norm over all stages, and all refuse a norm that is not finite.
-    - Ranks that hold the same stage share its weights: each updates, publishes and saves some.
+    - Ranks that hold the same stage share its weights: each updates, publishes and saves some, and
+      has masters and moments of these alone (ZeRO stage 1, Rajbhandari et al. 2020). Until the end
+      of a mini-batch, each has gradients of all weights, as every pass adds to them.
+    - Gradients are summed over pipelines, those of a tied weight over its stages too, on the rank
+      that updates it. All ranks clip by the norm over all stages, and all refuse a norm that is not
+      finite.
     """
 
     model: Stage
@@ -56,15 +59,16 @@ class StageModel(DividedModel):
         rate: LearningRate,
         config: OptimizerConfig,
     ) -> None:
-        # In a partly frozen model, this stage may have nothing to train.
-        super().__init__(stage, division, rate, config, may_be_frozen=True)
+        layout = executor.layout
         self.name = name
         self._executor = executor
-        self._names = [stage.names[local] for local in self._names]
-        bounds, layout = division.own, executor.layout
         self._slices = Layout(tp=layout.tp(name))
-        self._column = layout.column(name, dist.get_rank())
+        self._column = layout.column(name, executor.rank)
         self._rank_of = cast(StageOwners, division.owners).rank_of
+        # In a partly frozen model, this stage may have nothing to train.
+        super().__init__(stage, division, rate, config, may_be_frozen=True)
+        self._names = [stage.names[local] for local in self._names]
+        bounds = division.own
         parameters = dict(full.named_parameters())  # of which the stage may have slices
         parameters |= {stage.names[local]: p for local, p in stage.named_parameters()}
         self._held = {n: p for n, p in parameters.items() if n in bounds}
@@ -106,25 +110,26 @@ class StageModel(DividedModel):
 
     def update(self, norm: float | None = None) -> float:
         gradients = self.gradients()
-        self._executor.reduce(self.name, gradients)
-        return super().update(self._executor.norm(self.name, gradients))
+        self._executor.reduce(self.name, gradients, self._rank_of)
+        return super().update(self._executor.norm(self.name, gradients, self._rank_of))
 
-    def _step(self) -> None:
-        """Update the masters of this rank's parts. Those of other copies of the stage come from
-        their ranks, so that AdamW has moments of these parts alone (ZeRO stage 1, Rajbhandari et
-        al. 2020).
+    def _owns(self, name: str) -> bool:
+        return self._rank_of(self.model.names[name], self._column) == self._executor.rank
+
+    def _make_master(self, name: str, weight: nn.Parameter) -> nn.Parameter:
+        master = super()._make_master(name, weight)
+        if master is not weight and not self._owns(name):
+            master.untyped_storage().resize_(0)  # only its gradient is used
+        return master
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
+        """Round own masters to the weights' type, and exchange weights with the ranks that
+        update the rest. A collective.
         """
-        masters = dict(zip(self._names, self._masters, strict=True))
-        rank = dist.get_rank()
-        others = [m for n, m in masters.items() if self._rank_of(n, self._column) != rank]
-        gradients = [master.grad for master in others]
-        for master in others:
-            master.grad = None
-        super()._step()
-        for master, gradient in zip(others, gradients, strict=True):
-            master.grad = gradient
-        weights = {name: master.detach() for name, master in masters.items()}
-        self._executor.spread(self.name, weights, self._rank_of)
+        super()._copy_back()
+        weights = zip(self._names, self._weights, strict=True)
+        self._executor.spread(self.name, {n: w.detach() for n, w in weights}, self._rank_of)
 
     def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
         box = self._slices.bounds(self.wholes[name], self._column)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -256,7 +257,8 @@ class TrainedModel(WholeModel):
 
     ``requires_grad`` marks the weights to train. Raises LearnerError if there are none, unless
     ``may_be_frozen``, as in a stage of a partly frozen model. ``before_update`` is called before
-    the tensors that only updates need are used.
+    the tensors that only updates need are used. If other processes update some of the weights, they
+    have the masters and moments of these.
     """
 
     def __init__(
@@ -276,20 +278,23 @@ class TrainedModel(WholeModel):
         self._names, self._weights = list(trainable), list(trainable.values())
         self._hooks: list[RemovableHandle] = []
         self._snapshots = Snapshots(trainable)
-        self._masters = [self._make_master(p) for p in self._weights]
+        self._masters = [self._make_master(name, p) for name, p in trainable.items()]
+        self._owned = [self._owns(name) for name in trainable]
         self._clip = config.grad_clip or math.inf
         decaying = decaying_names(model) if config.weight_decay else ()
-        named_masters = zip(self._names, self._masters, strict=True)
-        self._decaying: list[Tensor] = [
-            master for name, master in named_masters if name in decaying
-        ]
+        owned = dict(self._own_masters())
+        self._decaying: list[Tensor] = [m for name, m in owned.items() if name in decaying]
         self._weight_decay = config.weight_decay
-        self._optimizer = make_optimizer(self._masters, rate.peak, config)
+        self._optimizer = make_optimizer([*owned.values()], rate.peak, config)
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.before_update: Callable[[], None] = lambda: None
         self._schedule = get_scheduler(kind, self._optimizer, rate.warmup, rate.updates)
 
-    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+    def _owns(self, name: str) -> bool:
+        """Return whether this process updates a weight, by its name in ``model``."""
+        return True
+
+    def _make_master(self, name: str, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype in (torch.float32, torch.float64):
             return weight
         master = nn.Parameter(weight.detach().float())
@@ -330,7 +335,8 @@ class TrainedModel(WholeModel):
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
     def discard(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
+        if gradients := [*self.gradients().values()]:
+            torch._foreach_zero_(gradients)
 
     def update(self, norm: float | None = None) -> float:
         """Take an optimizer step on the gradients since the last one and return their norm, which
@@ -348,15 +354,11 @@ class TrainedModel(WholeModel):
             if self._decaying:  # before the step, like AdamW (Loshchilov and Hutter 2019)
                 with torch.no_grad():
                     torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
-            self._step()
+            self._optimizer.step()
             self._copy_back()
         self._schedule.step()
         self.discard()
         return norm
-
-    def _step(self) -> None:
-        """Update the masters by their gradients."""
-        self._optimizer.step()
 
     def of_updates(self) -> list[Tensor]:
         """Return moments and masters, but not gradients, because passes add to those."""
@@ -380,12 +382,16 @@ class TrainedModel(WholeModel):
 
     @torch.no_grad()
     def _copy_back(self) -> None:
+        """Round own masters to the weights' type."""
         if rounded := self._to_copy_back():
             torch._foreach_copy_([w for w, _ in rounded], [m for _, m in rounded])
 
     def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(self._weights, self._masters, strict=True)
+        pairs = compress(zip(self._weights, self._masters, strict=True), self._owned)
         return [(w, m) for w, m in pairs if w is not m]
+
+    def _own_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return compress(zip(self._names, self._masters, strict=True), self._owned)
 
     def snapshot(self) -> Mapping[str, Tensor]:
         """Return copies of the trained weights by name, or of this rank's parts of them. See
@@ -398,7 +404,8 @@ class TrainedModel(WholeModel):
         Tensors share memory with those under training, and stay in place if those are offloaded.
         """
         named_masters = zip(self._names, self._masters, strict=True)
-        moments, settings = optimizer_state(self._optimizer, self._names)
+        own_names = [name for name, _ in self._own_masters()]
+        moments, settings = optimizer_state(self._optimizer, own_names)
         return {
             "masters": {name: self._for_files(name, m.detach()) for name, m in named_masters},
             "moments": _converted(moments, self._for_files),
@@ -409,12 +416,12 @@ class TrainedModel(WholeModel):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a full model, whose tensors may be in files."""
-        for name, master in zip(self._names, self._masters, strict=True):
+        masters, saved = dict(self._own_masters()), state["moments"]
+        for name, master in masters.items():
             master.copy_(self._from_files(name, state["masters"][name]))
-        saved = state["moments"]
-        own_moments = {name: saved[name] for name in self._names if name in saved}
+        own_moments = {name: saved[name] for name in masters if name in saved}
         moments = _converted(own_moments, self._from_files)
-        load_optimizer_state(self._optimizer, self._names, moments, state["optimizer"])
+        load_optimizer_state(self._optimizer, [*masters], moments, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self._copy_back()
 

@@ -33,6 +33,9 @@ from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout
 from stretto.pipelines.pipeline_schedule import PipelineSchedule
 from stretto.pipelines.problem import Problem
 
+OwnerOf = Callable[[str, int], int]
+"""The rank that updates a slice of a parameter, by name and number of the slice."""
+
 CLOCKS_APART_S = 1.0
 """Clocks that differ by more are taken to be of different machines."""
 
@@ -128,28 +131,28 @@ class PipelineExecutor:
                 self._outbox.send(states, target)
         self._outbox.flush()
 
-    def reduce(self, name: Name, gradients: Mapping[str, Tensor]) -> None:
-        """Sum gradients in place over a model's pipelines, a tied weight's over its stages."""
-        stage = self._stages[name]
+    def reduce(self, name: Name, gradients: Mapping[str, Tensor], owner: OwnerOf) -> None:
+        """Sum gradients in place over a model's pipelines, a tied weight's over its stages. Only
+        the owner of a slice gets the sum. The others' values are undefined afterwards.
+        """
+        stage, column = self._stages[name], self.layout.column(name, self.rank)
         if stage.slices:
             for key in sorted(gradients.keys() & stage.cuts.partial):
                 stage.slices.sum_(gradients[key])
         works = [
-            dist.all_reduce(gradients[key], group=group, async_op=True)
+            dist.reduce(gradients[key], owner(key, column), group=group, async_op=True)
             for key, group in self._held_alike(name, gradients)
         ]
         for work in works:
             cast(dist.Work, work).wait()  # None outside of the group
 
     @torch.no_grad()
-    def spread(
-        self, name: Name, weights: Mapping[str, Tensor], source_of: Callable[[str, int], int]
-    ) -> None:
-        """Copy weights in place from the rank that updates a slice of them, by ``source_of``, to
-        all other copies of the stage, a tied one to both of its stages."""
+    def spread(self, name: Name, weights: Mapping[str, Tensor], owner: OwnerOf) -> None:
+        """Copy weights in place from their owners to all other copies of the stage, a tied one to
+        both of its stages."""
         column = self.layout.column(name, self.rank)
         works = [
-            dist.broadcast(weights[key], source_of(key, column), group, async_op=True)
+            dist.broadcast(weights[key], owner(key, column), group, async_op=True)
             for key, group in self._held_alike(name, weights)
         ]
         for work in works:
@@ -165,16 +168,13 @@ class PipelineExecutor:
             if name in groups:
                 yield from ((k, groups[name]) for k in sorted(keys) if (k in tied) == is_tied)
 
-    def norm(self, name: Name, gradients: Mapping[str, Tensor]) -> float:
+    def norm(self, name: Name, gradients: Mapping[str, Tensor], owner: OwnerOf) -> float:
         """Return the norm of the model's reduced gradients, bit-identical on all ranks."""
-        pipeline, _ = self.layout.place(name, self.rank)
         stage, column = self._stages[name], self.layout.column(name, self.rank)
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        is_first = pipeline == self.layout.replica(self.rank) == 0
         for key, gradient in gradients.items():
-            is_first_stage = stage.first or key not in stage.tied
             is_first_slice = not column or key in stage.cuts.dims
-            if is_first and is_first_stage and is_first_slice:
+            if owner(key, column) == self.rank and is_first_slice:
                 square += torch.linalg.vector_norm(gradient).double().square()
         dist.all_reduce(square)
         return math.sqrt(square.item())
