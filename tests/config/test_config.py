@@ -22,6 +22,7 @@ from stretto.config import (
 from stretto.config.algorithm import ALGORITHMS
 from stretto.config.sections import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
+from stretto.layout import Layout
 from stretto.models.info import measure
 from stretto.observe.progress import headline
 from stretto.planner.fitting import MemoryPlan, fewest_gpus, format_plan, memory_plan, plan_for
@@ -280,6 +281,29 @@ def test_a_critic_that_scores_has_only_the_learners_shards() -> None:
     lagging = {"schedule": {"preset": "async"}, "cluster": {"processes": [joint]}}
     with raises(ConfigError, "critic-in-shards", "schedule.lag = 0"):
         recipes.build({"runtime": "local", **lagging}, "here")
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, {"critic"}),
+        ({"model": {"lora_rank": 2}}, {"critic", "reference"}),
+        ({"model": {"lora_rank": 2}, "schedule": {"preset": "async"}}, {"reference"}),
+        ({"pipeline": {"ranks": 4}, "model": {"lora_rank": 2}}, set()),
+    ],
+)
+def test_scorers_that_use_the_learners_weights(
+    sections: dict[str, Any], expected: set[str]
+) -> None:
+    """In the learner's layout or without one. No role of a frozen model of its own."""
+    roles = ["learner", "reference", "critic", "model:a"]
+    process = {"roles": roles, "ranks": 4}
+    cluster = {"processes": [process]}
+    config = Config.model_validate({"runtime": "local", "cluster": cluster, **sections})
+    for layout in (None, config.learner_layout):
+        scorers = {role for role in roles if config.uses_learner(role, layout)}
+        assert scorers == expected
+        assert not config.uses_learner("critic", Layout(dp=2, tp=2))
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ SHAPE = Shape(
     layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True
 )
 SHAPES = {"actor": SHAPE, "reference": SHAPE, "critic": SHAPE.valued()}
+LORA = {"lora_rank": 2}
 LAYER = 4 * 64 + 3 * 8 * 16 + 16
 ROOT = 32 * 8 + 8
 """Parameters of a layer, and of embedding and last norm; a critic has 8 more in its head."""
@@ -391,7 +392,8 @@ def test_references_of_adapters_in_the_learners_shards_take_nothing() -> None:
     loads = []
     for roles in (["learner", "reference"], ["learner"]):
         process = {"roles": roles, "fsdp": 2}
-        config = Config.model_validate({"runtime": "local", "cluster": {"processes": [process]}})
+        cluster = {"processes": [process]}
+        config = Config.model_validate({"runtime": "local", "cluster": cluster, "model": LORA})
         counted = RunMemory(config).loads(places(config, 8, 5), SHAPES, 2, Adapters(100, 0))
         loads.append({load.device: load for load in counted}["cuda:0"])
     assert loads[0].held == loads[1].held
@@ -451,6 +453,7 @@ def test_in_one_process_roles_read_the_learners_weights() -> None:
         ),
     ):
         config = inline.changed_in("schedule", lag=lag)
+        config = config.changed_in("model", **LORA) if adapters else config
         (load,) = RunMemory(config).loads(places(config, 8, 1), SHAPES, 2, adapters)
         assert load.device == "cuda:0"
         held = {what: size for what, size in load.held.items() if "weights" in what and size}
@@ -461,8 +464,10 @@ def test_in_one_process_roles_read_the_learners_weights() -> None:
 
 def test_beside_a_learner_of_adapters_a_reference_takes_nothing() -> None:
     together = {"cluster": {"processes": [{"roles": ["learner", "reference"]}]}}
-    config = Config.model_validate({"runtime": "local", **together})
+    config = Config.model_validate({"runtime": "local", "model": LORA, **together})
     for adapters, expected in ((Adapters(100, 0), 0), (None, 2 * (2 * LAYER + ROOT))):
+        if not adapters:
+            config = config.changed_in("model", lora_rank=0)
         first = RunMemory(config).loads(places(config, 8, 4), SHAPES, 2, adapters)[0]
         assert first.held["reference's weights"] == expected
 

@@ -76,3 +76,10 @@ def test_the_learners_ranks_use_its_critic_and_its_base() -> None:
     model = {"name": "Qwen/Qwen2.5-7B-Instruct", "dtype": "bfloat16", "lora_rank": 16}
     config, _ = chosen(8, 80, ("critic",), model=model, algorithm={"name": "ppo"})
     assert config.cluster.processes[0].layout == {"generator": Layout(dp=8)}
+
+
+def test_a_critic_in_the_ranks_of_stages_has_a_layout_of_its_own() -> None:
+    """Stages run no passes of a full model, so it is not the learner's."""
+    stages = {"pipeline": {"ranks": 8}, "algorithm": {"name": "ppo"}}
+    config, _ = chosen(8, 400, ("critic",), **stages)
+    assert config.cluster.processes[0].layout["critic"] == Layout(dp=8)

@@ -93,6 +93,17 @@ class Config(Section):
             return p.layout_of(model)
         return self.cluster.learner_layout
 
+    def uses_learner(self, scorer: str, layout: Layout | None) -> bool:
+        """Return whether a scorer in the learner's ranks can use the learner's weights: a reference
+        those without adapters, the critic the shards, if it does not lag. ``layout`` is the
+        scorer's, ``None`` if open. Stages run no passes of a full model.
+        """
+        able = self.model.lora_rank > 0
+        if scorer == "critic":
+            able = self.learner_layout.ranks > 1 and not self.schedule.knobs.lag
+        fits = layout in (None, self.learner_layout) and not self.pipeline.ranks
+        return able and fits and scorer in ("reference", "critic")
+
     @property
     def is_elsewhere(self) -> bool:
         """Whether the processes run on a cluster that exists already."""
@@ -283,11 +294,9 @@ class Config(Section):
 
     def _critic_rules(self, broken: Rules) -> None:
         """Check shards of the critic as a scorer, which only the learner's own critic has."""
-        learners = self.cluster.process_of(LEARNER)
-        shared = not self.schedule.knobs.lag and not self.pipeline.ranks
         for process in self.cluster.processes:
             layout = process.layout.get("critic", Layout())
-            is_learners = shared and process is learners and layout == self.learner_layout
+            is_learners = LEARNER in process.roles and self.uses_learner("critic", layout)
             broken["critic-in-shards"] = (layout.gathers and not is_learners) and (
                 f"cluster.processes: layout.critic = {layout} has shards, which the critic as a "
                 "scorer has only in the learner's ranks, in the learner's layout, with "

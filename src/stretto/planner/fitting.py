@@ -376,8 +376,7 @@ class RunMemory:
                 seat_reads = reads if follows else ""
                 # Engines of one process share a copy.
                 another = inline and generates and seat.role not in ("generator", "generator 0")
-                adapted = holds.adapters is not None
-                borrows = self._borrows(seat, place, model, versions, adapted=adapted)
+                borrows = self._borrows(seat, place, model, versions)
                 if another or borrows:
                     seat_reads = "all"
                 share = None
@@ -415,20 +414,13 @@ class RunMemory:
         place: ProcessPlacement,
         model: Shape,
         versions: int,
-        *,
-        adapted: bool,
     ) -> bool:
-        """Whether a scorer runs the learner's weights: a reference without their adapters, or the
-        critic by the rule of ``runtime/scorer_roles.py``.
-        """
-        layout, shares = self.config.learner_layout, adapted
-        if seat.scorer == "critic":
-            alone = not versions or seat.layout or not model.cuts_into(len(seat.ranks))
-            shares = layout.ranks > 1 and not self.config.schedule.knobs.lag and bool(alone)
-        roles = [other.role for other in place.roles]
-        trains = LEARNER in roles and not self.config.pipeline.ranks  # no full model in stages
-        fits = trains and seat.layout in (None, layout)
-        return fits and shares and seat.scorer in ("reference", "critic")
+        """Whether a scorer runs the learner's weights, as in ``runtime/scorer_roles.py``."""
+        trains = any(other.role == LEARNER for other in place.roles)
+        can = trains and self.config.uses_learner(seat.scorer, seat.layout)
+        if seat.scorer != "critic":
+            return can
+        return can and bool(not versions or seat.layout or not model.cuts_into(len(seat.ranks)))
 
     def _fuses(self, seat: RolePlacement, device: str) -> bool:
         """Whether Stretto's engine there has copies of LoRA's adapters (models/lora.py)."""

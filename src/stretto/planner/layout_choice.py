@@ -70,16 +70,13 @@ def with_layouts(
 
 
 def _open_roles(config: Config, process: ProcessConfig) -> Iterator[str]:
-    # These use the learner's weights in its ranks.
-    sharing = {"reference"} if config.model.lora_rank else set[str]()
-    sharing |= set() if config.schedule.knobs.lag else {"critic"}
     if process.ranks == 1:
         return
     for role in process.roles:
         numbered = role.rpartition(" ")[2].isdecimal()
         if role in process.layout or numbered or role == LEARNER:
             continue
-        if LEARNER in process.roles and role in sharing:
+        if LEARNER in process.roles and config.uses_learner(role, None):
             continue
         if role != GENERATOR or config.open_engines:
             yield role

@@ -35,8 +35,7 @@ def reference(setup: RoleSetup) -> ScorerService:
     overrides = setup.overrides
     notes = list[str]()
     keeps_adapters = overrides.reference is None and starts_adapted(config.model, overrides.actor)
-    adapts = config.model.lora_rank and overrides.reference is None
-    actor = _learners(setup, "actor") if adapts else None
+    actor = _learners(setup, "reference") if overrides.reference is None else None
     if isinstance(actor, ShardedModel):
         return _reference_of(actor, setup, starts_adapted=keeps_adapters)
     if overrides.reference is not None:
@@ -73,14 +72,14 @@ def _reference_of(actor: ShardedModel, setup: RoleSetup, *, starts_adapted: bool
 
 
 def critic(setup: RoleSetup) -> ScorerService:
-    """Make the service of the critic as a scorer in its process. Without lag it is the learner's
-    own if that is sharded over the same ranks, and all followers are there, its layout is given, or
-    slices do not divide it.
+    """Make the service of the critic as a scorer in its process. It is the learner's own, if it can
+    be (:meth:`~stretto.config.Config.uses_learner`), and all followers are there, its layout is
+    given, or slices do not divide it.
     """
     setup.prepare()
     config, notes = setup.config, list[str]()
     factory = RoleFactory(config, notes.append)
-    trained = None if config.schedule.knobs.lag else _learners(setup, "critic")
+    trained = _learners(setup, "critic")
     shards = trained if isinstance(trained, ShardedModel) else None
     if shards and (setup.shares_weights or setup.layout):
         return _learners_critic(shards, setup, factory, notes)
@@ -158,16 +157,11 @@ def _divided(
     return frozen_shards(model, setup.grid(layout), on_host=setup.offload)
 
 
-def _learners(setup: RoleSetup, name: str) -> TrainedModel | None:
-    """Return a model of the learner in these ranks, if it has the scorer's layout. Stages have not:
-    they run no passes of a full model.
-    """
-    model = setup.shared.get(TRAINED, {}).get(name)
-    if setup.config.pipeline.ranks:
-        return None
-    layout = model.grid.layout if isinstance(model, ShardedModel) else Layout()
-    fits = isinstance(model, TrainedModel) and setup.layout in (None, layout)
-    return model if fits else None
+def _learners(setup: RoleSetup, scorer: str) -> TrainedModel | None:
+    """Return the learner's model in these ranks that a scorer uses, if any."""
+    model = setup.shared.get(TRAINED, {}).get("actor" if scorer == "reference" else scorer)
+    uses = setup.config.uses_learner(scorer, setup.layout)
+    return model if uses and isinstance(model, TrainedModel) else None
 
 
 def _critic(setup: RoleSetup) -> nn.Module:
