@@ -189,12 +189,14 @@ def make(
         require_trained(f"the {name}", model)
         check_stages(p, name, model)
     layout, rank = layout_of(p), dist.get_rank()
+    # Raises on all ranks at once, before any of them waits for another.
+    owners = {name: StageOwners.of(model, name, layout) for name, model in full.items()}
     gloo_group = dist.new_group(backend="gloo")
     divisions, stages = dict[Name, Division](), dict[Name, Stage]()
     for name, model in full.items():
         cuts = plan_cuts(model, layout.tp(name))
-        wholes, owners = full_parameters(model, cuts.dims), StageOwners.of(model, name, layout)
-        divisions[name] = Division(model, wholes, owners, gloo_group)
+        wholes = full_parameters(model, cuts.dims)
+        divisions[name] = Division(model, wholes, owners[name], gloo_group)
         stage = cut(model, p.stages_of(name), layout.place(name, rank)[1])
         slice_stage(stage, cuts, join_slices(layout, name, rank))
         stages[name] = take(stage, device)

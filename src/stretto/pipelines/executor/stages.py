@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.config import PipelineConfig
@@ -179,7 +180,11 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
-    """Check that a model can be cut by these settings, as :func:`check_cut` does."""
+    """Check that a model can be cut by these settings, as :func:`check_cut` does. Of several ranks
+    only the first one checks, because the passes read the full model. Its error ends the others.
+    """
+    if dist.is_initialized() and dist.get_rank():
+        return
     try:
         check_cut(model, config.stages_of(name))
     except ModelError as error:
