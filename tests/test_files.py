@@ -43,6 +43,26 @@ def test_what_is_written_in_parts_is_written_whole(
     assert (tmp_path / "lines").read_bytes() == b"a line that takes several calls\n"
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_gets_another_name_or_a_copy(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, name = tmp_path / "file", tmp_path / "name"
+    file.write_bytes(b"content")
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "another disk")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    files.link(file, name)
+    assert name.read_bytes() == b"content"
+    assert name.samefile(file) == has_links
+    file.unlink()
+    files.link(tmp_path / "missing", name)  # it stays
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
 def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     file = tmp_path / "settings"
     files.write_whole(file, b"former")

@@ -100,6 +100,20 @@ def write_whole(file: Path, content: bytes) -> None:
             scratch.unlink(missing_ok=True)
 
 
+def link(file: Path, name: Path) -> None:
+    """Give a file another name, on another disk a copy, unless that name exists."""
+    if name.exists():
+        return
+    scratch = name.with_name(f"{name.name}.tmp")
+    scratch.unlink(missing_ok=True)
+    with explained(name):
+        try:
+            os.link(file, scratch)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(file, scratch)
+        scratch.replace(name)
+
+
 def append(file: Path, lines: bytes) -> bool:
     """Append complete lines to a file, all or none of them.
 

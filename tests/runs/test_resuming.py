@@ -15,6 +15,7 @@ import stretto
 from run_helpers import Notes, assert_same_run, run, settings
 from stretto import runs
 from stretto.assembly import parts
+from stretto.assembly.run_models import Overrides
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster_config import ProcessConfig
 from stretto.observe import RunDirectory
@@ -101,6 +102,22 @@ def test_one_whose_file_is_gone_warms_up_again(
     runs.train(config, run_dir=first, resume=True, progress=Notes())
     assert_same_run(first, whole)
     assert first.warmup.is_file()
+
+
+def test_one_with_a_shared_file_keeps_it(
+    whole: RunDirectory, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run needs neither the option nor the other name of the file."""
+    config = settings(tiny_folder, warmup_examples=40, steps=3)
+    shared = tmp_path / "shared.safetensors"
+    first = RunDirectory.create(tmp_path, "run", config)
+    short = config.model_copy(update={"steps": 2})
+    runs.train(short, run_dir=first, progress=Notes(), overrides=Overrides(warmup=shared))
+    assert first.warmup.samefile(shared)
+    shared.unlink()
+    monkeypatch.setattr(parts, "warm_up", never)
+    runs.train(config, run_dir=first, resume=True, progress=Notes())
+    assert_same_run(first, whole)
 
 
 # -- runs that have ended ------------------------------------------------------------------------

@@ -224,6 +224,7 @@ class Trainings:
                 end = "".join(f"    {line}" for line in deque(lines, 12))
             return f"exit status {status}; the end of {log}:\n{end.rstrip()}"
         (self.folders[job],) = out.glob(f"{folders}/")
+        (self.folders[job] / WARMUP).unlink(missing_ok=True)  # a link to the shared file
         return outcome_of(job, self.folders[job])
 
 

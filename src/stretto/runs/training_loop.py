@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from stretto import files
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import Config, ModelConfig
 from stretto.config.sections import RewardSource
@@ -84,6 +85,8 @@ def train(
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         running = start(config, stack, progress, overrides, run_dir.path)
+        if overrides.warmup and overrides.warmup.exists():
+            files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
         stack.enter_context(freeze_heap())
         running.spans.take()
         evaluator = None
