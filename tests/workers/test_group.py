@@ -286,9 +286,9 @@ def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
     pid = two.ask(Counter.pid).value
     os.kill(pid, signal.SIGSTOP)
-    with raises(RankError, "no-answer-aside", "aside two count", "0.2 s"):
+    with raises(RankError, "no-answer-aside", "process of the counter", "its work (two)", "0.2 s"):
         two.aside_on_all(Counter.count, timeout_s=0.2)
-    assert "no answer to 'stacks'" in group.stacks()
+    assert "during 'stacks'" in group.stacks()
     group.close()
     assert not psutil.pid_exists(pid)
 

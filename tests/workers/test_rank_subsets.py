@@ -200,7 +200,7 @@ def test_an_idle_rank_that_dies_ends_the_calls_on_other_ranks(group: ServiceGrou
     async def body() -> None:
         task = await held(left)
         os.kill(right.facts[0].pid, signal.SIGKILL)
-        with raises(RoleLostError, "ranks-ended", "in the middle of its work: rank 2", "SIGKILL"):
+        with raises(RoleLostError, "ranks-ended", "its work (left): rank 2", "SIGKILL"):
             await task
         death = await asyncio.to_thread(deaths.get, timeout=60)
         assert (death.rank, death.code) == (2, "rank-died")
@@ -218,10 +218,10 @@ def test_a_rank_that_dies_at_work_ends_the_calls_on_other_ranks(group: ServiceGr
     async def body() -> None:
         tasks = [await held(left), await held(right)]
         os.kill(right.facts[1].pid, signal.SIGKILL)
-        with raises(RoleLostError, "rank-died", "rank 3", "in the middle of its work") as lost:
+        with raises(RoleLostError, "rank-died", "rank 3", "in the middle of its work (") as lost:
             await tasks[1]
         assert lost.value.role == "right"
-        with raises(RoleLostError, "ranks-ended", "in the middle of its work") as lost:
+        with raises(RoleLostError, "ranks-ended", "in the middle of its work (") as lost:
             await tasks[0]
         assert lost.value.role == "left"
         await require_restarted(group, (right, last, left, every))

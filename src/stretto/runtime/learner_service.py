@@ -87,14 +87,14 @@ class LearnerService(Service):
     def ready(self) -> Ready:
         return self._ready
 
-    @Remote("update", waits=True, size=lambda batch: max(batch.total_tokens, 1))
+    @Remote("update", task="update", waits=True, size=lambda batch: max(batch.total_tokens, 1))
     def train(self, batch: TrainBatch) -> Reply[TrainStepOutput]:
         with self._timed("update") as timed:
             output = self._learner.train(batch)
             timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
         return Reply(output, timed.work)
 
-    @Remote("publish", light=True)
+    @Remote("publish", task="weight sync", light=True)
     def publish(self) -> Reply[Mapping[str, WeightsRef]]:
         with self._timed("publish") as timed:
             refs = self._learner.publish()
@@ -111,6 +111,7 @@ class LearnerService(Service):
         self._probed = {v: self._probed[v] for v in newest if v in self._probed}
         self._probed[version] = logprobs
 
+    @Remote(task="weight sync")
     def offer(self, ref: WeightsRef) -> Offer:
         """Return the transfer plan of a version. Called on the side."""
         assert isinstance(self._channel, WeightSender)
@@ -118,12 +119,13 @@ class LearnerService(Service):
         probe = self._probed.get(ref.version) if ref.model == "actor" else None
         return Offer(plan.mark, plan.size, probe)
 
+    @Remote(task="weight sync")
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
         """Send this rank's parts of a version by its route. Called on the side, during training."""
         assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
-    @Remote(reads=True, collective=True)
+    @Remote(task="checkpoint", reads=True, collective=True)
     def stage(self, copy: bool, refs: Sequence[WeightsRef]) -> Reply[tuple[bool, int]]:
         """Stage this rank's shards and those of ``refs``, copied if all ranks have room. Return
         whether they are live (not copied), and the bytes of all ranks.
@@ -134,6 +136,7 @@ class LearnerService(Service):
         self._staged = copied(state) if copy else state
         return Reply((not copy, sum(claim.size for claim in claims)))
 
+    @Remote(task="checkpoint")
     def stage_live(self, refs: Sequence[WeightsRef]) -> int:
         """Stage this rank's shards without a copy and return their bytes. On the side, after
         :meth:`end_updates`. Uses no collectives, because some ranks may be in a call.
@@ -149,6 +152,7 @@ class LearnerService(Service):
         }
         return shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
 
+    @Remote(task="checkpoint")
     def write(self, folder: Path) -> tuple[str, FileSum]:
         """Write this rank's staged file, on the side. Return its name and checksum."""
         state, self._staged = self._staged, None
@@ -157,7 +161,7 @@ class LearnerService(Service):
         with files.explained(file):
             return file.name, shard_files.write(file, state)
 
-    @Remote(collective=True, own_deadline=True)
+    @Remote(task="return to a checkpoint", collective=True, own_deadline=True)
     def load(self, path: Path, kept: Sequence[WeightsRef]) -> Reply[Mapping[str, WeightsRef]]:
         """Load a state from files, and the versions in ``kept``. Return tickets of the weights."""
         state = self._read(path)
@@ -168,27 +172,32 @@ class LearnerService(Service):
             self._channel.put(ref, self._learner.trained[ref.model].from_pieces(pieces))
         return Reply(refs)
 
+    @Remote(task="weight sync")
     def offered(self) -> Mapping[str, WeightsRef]:
         refs = self._learner.offer()
         self._read_probe(refs["actor"].version)
         return refs
 
+    @Remote(task="copying of the weights")
     def trained(self) -> Reply[dict[str, dict[str, torch.Tensor]]]:
         return Reply(self._learner.weights())
 
+    @Remote(task="end of updates")
     def end_updates(self) -> bool:
         """Refuse further updates and return whether the weights are consistent. On the side."""
         return self._learner.trained["actor"].end_updates()
 
+    @Remote(task="saving of the model")
     def save(self, folder: Path) -> None:
         self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
 
-    @Remote(reads=True, collective=True)
+    @Remote(task="saving of the model", reads=True, collective=True)
     def stage_model(self, use: str, ref: WeightsRef | None) -> Reply[None]:
         weights = self._channel.kept(ref) if ref else None
         self._models[use] = self._learner.trained["actor"].copied(weights)
         return Reply(None)
 
+    @Remote(task="saving of the model")
     def save_staged(self, use: str, folder: Path) -> None:
         model = self._models.pop(use, None)
         if model is not None:

@@ -64,6 +64,7 @@ class FollowerService(Service):
 
     receiver: Receiver | None = None
 
+    @Remote(task="weight sync")
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
         """Prepare to receive by a plan and the first rank's route. On the side, on all ranks."""
         assert isinstance(self.receiver, WeightReceiver)
@@ -71,11 +72,12 @@ class FollowerService(Service):
         own_route = replace(route, rank=route.rank + self.rank, beside=sender_ranks)
         self.receiver.expect(ref, mark, own_route)
 
+    @Remote(task="weight sync")
     def abort(self) -> None:
         if isinstance(self.receiver, WeightReceiver):
             self.receiver.abort()
 
-    @Remote("load", own_deadline=True)
+    @Remote("load", task="weight sync", own_deadline=True)
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
         with self._timed("load") as timed:
             self.worker.load(weights)
@@ -111,7 +113,7 @@ class GeneratorService(FollowerService):
         self.worker.admit(responses)
         return Reply(None)
 
-    @Remote("gen", alike=True, size=lambda max_tokens, stop_after: max_tokens)
+    @Remote("gen", task="decoding", alike=True, size=lambda max_tokens, stop_after: max_tokens)
     def decode(self, max_tokens: int, stop_after: int) -> Reply[Decoded]:
         before = self._counts()
         with self._timed("gen") as timed:
@@ -130,12 +132,12 @@ class GeneratorService(FollowerService):
         self.worker.release(rollout_ids)
         return Reply(None)
 
-    @Remote(light=True)
+    @Remote(task="migration", light=True)
     def hold(self, rollout_ids: Sequence[int], how: Hold) -> Reply[None]:
         self.worker.hold(rollout_ids, how)
         return Reply(None)
 
-    @Remote("migrate")
+    @Remote("migrate", task="migration")
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         with self._timed("migrate") as timed:
             transfers = self.worker.export(rollout_ids, with_cache)
@@ -144,7 +146,7 @@ class GeneratorService(FollowerService):
             timed.attributes = {"rollouts": list(rollout_ids)}
         return Reply(transfers, timed.work)
 
-    @Remote("migrate")
+    @Remote("migrate", task="migration")
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
         with self._timed("migrate") as timed:
             if self._kv_store:
@@ -153,15 +155,18 @@ class GeneratorService(FollowerService):
             timed.attributes = {"rollouts": [r.id for r in responses]}
         return Reply(None, timed.work)
 
+    @Remote(task="migration")
     def ship(self, bundle: int, route: Route) -> None:
         """Send a bundle of KV caches. Called on the side."""
         assert self._kv_store
         self._kv_store.ship(bundle, route)
 
+    @Remote(task="measuring")
     def sample(self) -> tuple[int, BucketPlan]:
         assert self._kv_store
         return self._kv_store.sample()
 
+    @Remote(task="measuring")
     def measure(self, route: Route, what: BucketPlan) -> float:
         assert self._kv_store
         return self._kv_store.measure(route, what)
@@ -220,13 +225,13 @@ class ScorerService(FollowerService):
         self.worker.admit(responses)
         return Reply(self._ended())
 
-    @Remote("prefill", reads=True, queues=True)
+    @Remote("prefill", task="scoring", reads=True, queues=True)
     def extend(self, chunks: Sequence[Chunk]) -> Reply[ScorerInfo]:
         with self._read("prefill", [chunk.rollout_id for chunk in chunks]) as timed:
             self.worker.extend(chunks)
         return Reply(self._ended(), timed.work)
 
-    @Remote("score", reads=True, alike=True)
+    @Remote("score", task="scoring", reads=True, alike=True)
     def finish(self, rollout_ids: Sequence[int]) -> Reply[Sequence[Score]]:
         with self._read("score", rollout_ids) as timed:
             scores = self.worker.finish(rollout_ids)

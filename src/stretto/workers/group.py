@@ -142,9 +142,8 @@ class RankGroup:
         """Call a method of a rank's object during a step. Raises the rank's error, or RankError if
         it does not answer.
         """
-        name = method.__name__
-        title = " ".join([name, *(arg for arg in args if isinstance(arg, str))])
-        answer: T = self._aside(rank, title, Rank.call, name, args, timeout_s=timeout_s)
+        name, doing = method.__name__, self._work(method)
+        answer: T = self._aside(rank, doing, Rank.call, name, args, timeout_s=timeout_s)
         return answer
 
     def stacks(self) -> str:
@@ -154,7 +153,8 @@ class RankGroup:
             facts = self.facts[rank] if self.facts else None
             parts.append(f"{self._title(rank)} ({self._launched.where(rank, facts)}):")
             try:
-                parts[-1] += f"\n{self._aside(rank, 'stacks', Rank.stacks)}"
+                stacks = self._aside(rank, "'stacks'", Rank.stacks)
+                parts[-1] += f"\n{stacks}"
             except RankError as error:
                 parts[-1] += f" {error}"
         return "\n\n".join(parts)
@@ -164,7 +164,7 @@ class RankGroup:
         memory_by_rank: list[Mapping[str, int]] = [{}] * len(self._connections)
         for rank in range(len(memory_by_rank)):
             with contextlib.suppress(RankError):
-                memory_by_rank[rank] = self._aside(rank, "used_bytes", Rank.used_bytes)
+                memory_by_rank[rank] = self._aside(rank, "'used_bytes'", Rank.used_bytes)
         return memory_by_rank
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
@@ -324,22 +324,22 @@ class RankGroup:
     def _aside(
         self,
         rank: int,
-        title: str,
+        doing: str,
         method: Method[*Ts, object],
         *args: *Ts,
         timeout_s: float = PATIENCE_S,
     ) -> Any:
-        """Call a :class:`Rank`'s method during a step. ``title`` is for messages."""
+        """Call a :class:`Rank`'s method during a step. ``doing`` is for messages."""
         connection = self._connections[rank]
         try:
             return connection.aside(method.__name__, *args, timeout_s=timeout_s)
         except TimeoutError:
-            why = f"no answer to '{title}' within {timeout_s:g} s"
+            why = f"{self._title(rank)} did not answer within {timeout_s:g} s during {doing}"
             raise RankError(why, code="no-answer-aside") from None
         except RankError as error:
             if not connection.gone:
                 raise
-            raise self._died or self._death(rank, f"in the middle of '{title}'") from error
+            raise self._died or self._death(rank, f"in the middle of {doing}") from error
 
     def _end(self) -> None:
         self._ended = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
@@ -41,6 +41,7 @@ class ServiceGroup(RankGroup):
     ) -> None:
         super().__init__(spec, RankServices, (makes, dict(ranks)), **options)
         self._ranks = ranks
+        self._shared = len(makes) > 1
         self._clock = clock or RealClock()
         sets = {frozenset(self.all_ranks), *map(frozenset, ranks.values())}
         self.workers = {members: WorkerThread(self.name, 0) for members in sets}  # of executors
@@ -81,13 +82,27 @@ class ServiceGroup(RankGroup):
             paces = self._paces.setdefault((*services, name), deque(maxlen=LATEST))
             limit_s = None if remote.own_deadline else deadline_s(paces, size)
             sent_s = self._clock.now()
-            answers = self._run("its work", steps.values(), limit_s, ranks=steps)
+            answers = self._run(self._doing(services, method), steps.values(), limit_s, ranks=steps)
             came_s = self._clock.now()
             decoded = getattr(getattr(answers[0], "value", None), "steps", size)  # may be fewer
             paces.append((came_s - sent_s) / max(decoded, 1))
             by_rank = dict(zip(steps, answers, strict=True))
             by_service = [{r: by_rank[r] for r in self.ranks_of(service)} for service in services]
             return [self._result(name, each, sent_s, came_s) for each in by_service]
+
+    def aside_of(
+        self, rank: int, service: str, method: Method[*Ts, T], *args: *Ts, timeout_s: float
+    ) -> T:
+        """Call a method of a rank's service during a step, as :meth:`aside` does."""
+        call = RankServices.aside.__name__, (service, method.__name__, args)
+        doing = self._doing([service], method)
+        answer: T = self._aside(rank, doing, Rank.call, *call, timeout_s=timeout_s)
+        return answer
+
+    def _doing(self, services: Sequence[str], method: Callable[..., Any]) -> str:
+        """Describe a call in messages, such as 'its update (learner)'."""
+        names = f" ({', '.join(services)})" if self._shared else ""
+        return f"its {remote_of(method).task}{names}"
 
     def _opened(self) -> None:
         firsts = {ranks[0] for ranks in (self.all_ranks, *self._ranks.values())}
@@ -186,11 +201,8 @@ class GroupExecutor:
         return self._group.ask([e._service for e in (self, *others)], method, *args)
 
     def aside_on_all(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float) -> list[T]:
-        call = self._service, method.__name__, args
-
         def ask(rank: int) -> T:
-            answer: T = self._group.aside(rank, RankServices.aside, *call, timeout_s=timeout_s)
-            return answer
+            return self._group.aside_of(rank, self._service, method, *args, timeout_s=timeout_s)
 
         with ThreadPoolExecutor(len(self._ranks)) as pool:
             return list(pool.map(ask, self._ranks))

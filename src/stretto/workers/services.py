@@ -37,6 +37,7 @@ class Remote:
 
     Attributes:
         span: its name in traces. Empty if it takes no time worth recording.
+        task: a noun for it in error messages.
         light: needs no offloaded tensors, and almost no memory on the device.
         queues: light unless the scorer streams, because it then only stores its arguments.
         reads: leaves offloaded tensors unchanged.
@@ -49,6 +50,7 @@ class Remote:
 
     span: str = ""
     _: KW_ONLY
+    task: str = "work"
     light: bool = False
     queues: bool = False
     reads: bool = False
