@@ -145,7 +145,16 @@ def test_impossible_placements_are_refused(processes: Any, message: tuple[Any, .
         ({"processes": [{"roles": ["a"]}, {"roles": ["a"]}]}, "'a' has 2 places"),
         ({"processes": [{"roles": []}]}, "a process without roles"),
         ({"processes": [{"roles": ["a"], "device": "gpu"}]}, "unknown device = 'gpu'"),
-        ({"processes": [{"roles": ["learner", "generator 0"]}]}, "is what runtime = 'inline' does"),
+        (
+            {"processes": [{"roles": ["learner", "generator 0"]}]},
+            "is what runtime = 'inline' does; .* set ranks to share several .with pipelines: ranks",
+        ),
+        ({"processes": [{"roles": ["learner"], "fsdp": True}]}, "layout.learner has fsdp = true"),
+        (
+            {"processes": [{"roles": ["a"], "ranks": 2, "layout": {"a": {"tp": False}}}]},
+            "layout.a has tp = false; write a number, as in tp = 4",
+        ),
+        ({"processes": [{"roles": ["a 1"], "ranks": 2, "tp": 2}]}, "as in layout.a = { tp = 2 }"),
         ({"processes": [{"roles": ["generator 0", "generator 1"]}]}, "two generators in one"),
         ({"processes": [{"roles": ["critic"], "offload": True}]}, "the critic has these processes"),
         ({"address": "somewhere"}, "is no address"),

@@ -42,6 +42,15 @@ def _kind(role: str) -> str:
 def _without_auto(layouts: Any) -> Any:
     if not isinstance(layouts, dict):
         return {} if layouts == AUTO else layouts
+    for role, layout in layouts.items():
+        sizes = layout.items() if isinstance(layout, dict) else ()
+        flag = next((name for name, size in sizes if isinstance(size, bool)), "")
+        if flag:  # pydantic would take true as 1
+            raise RuleError(
+                f"cluster.processes: layout.{role} has {flag} = {str(layout[flag]).lower()}; write "
+                f"a number, as in {flag} = 4",
+                "layout-without-number",
+            )
     return {role: layout for role, layout in layouts.items() if layout != AUTO}
 
 
@@ -81,17 +90,17 @@ class ProcessConfig(Section):
         if not isinstance(data, dict) or not {"fsdp", "tp"} & data.keys():
             return data
         sizes = {name: data[name] for name in ("fsdp", "tp") if name in data}
+        roles = data.get("roles") or [LEARNER]
+        kinds = [LEARNER] if LEARNER in roles else [*map(_kind, roles)]
         if "ranks" in data or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
             written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             raise RuleError(
                 f"cluster.processes: {written} belongs to the layout of a role; write it as in "
-                f"layout.learner = {{ {written} }}",
+                f"layout.{kinds[0]} = {{ {written} }}",
                 "sizes-outside-layout",
             )
-        roles = data.get("roles", ())
         rest = {name: value for name, value in data.items() if name not in sizes}
         ranks = sizes.get("fsdp", 1) * sizes.get("tp", 1)
-        kinds = [LEARNER] if LEARNER in roles else map(_kind, roles)
         return {**rest, "ranks": ranks, "layout": dict.fromkeys(kinds, sizes)}
 
     @property
@@ -228,7 +237,8 @@ class ClusterConfig(Section):
         both = any(roles.keys() >= {LEARNER, "generator"} and n == 1 for roles, n in kinds)
         broken["learner-with-generator"] = both and (
             "cluster.processes: learner and generator in one process is what runtime = 'inline' "
-            "does; give them processes of their own, on one device where they are to share it"
+            "does; give them processes of their own, on one device if they are to share it, or set "
+            "ranks to share several (with pipelines: ranks = pipeline.ranks)"
         )
         well_formed = self.address in ("", "auto", "local") or ":" in self.address
         broken["no-address"] = not well_formed and (
