@@ -108,8 +108,8 @@ class Trainer:
         for watched in self.stages.values():
             watched.stage.train()
 
-    def doom(self) -> None:
-        self.doomed = True
+    def doom(self, rank: int) -> None:
+        self.doomed = self.rank == rank
 
     def gradients(self) -> dict[str, tuple[dict[str, Tensor], float]]:
         """By model: reduced gradients that this rank owns, by names in the whole model, and the

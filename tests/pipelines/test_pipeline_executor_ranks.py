@@ -20,12 +20,12 @@ import torch
 from _published import greedy
 from pipeline_helpers import problem_of
 from pipeline_misbehaving import Misbehaving
-from pipeline_models import critic_of, language_model
+from pipeline_models import critic_of, language_model, load_stages
 from pipeline_workers import Batch, Trainer
 from raising import raises
 from rank_helpers import alive, require_gone
 from stretto.errors import LearnerError, RankError
-from stretto.pipelines.executor.stages import StageLayout, cut
+from stretto.pipelines.executor.stages import StageLayout
 from stretto.workers.connection import RankConnection
 from stretto.workers.forkserver import NAME
 from stretto.workers.group import RankGroup
@@ -162,21 +162,29 @@ def test_a_rank_that_cannot_start_is_named() -> None:
     require_none_left()
 
 
-def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
-    layout = StageLayout(2, 1, 2, 1)
-    actor = language_model("llama", layers=2)
+DIVIDED = {
+    "stages": StageLayout(2, 1, 2, 1),
+    "slices": StageLayout(2, 1, 2, 1, 2, 2),
+    "replicas": StageLayout(2, 1, 2, 1, replicas=2),
+    "replicas of slices, merged": StageLayout(2, 1, 4, 1, 2, 1, replicas=2),
+}
+
+
+@pytest.mark.parametrize("layout", DIVIDED.values(), ids=list(DIVIDED))
+def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step(layout: StageLayout) -> None:
+    """The last slice of the actor's last stage dies alone. All ranks wait for it, or for others."""
+    actor = language_model("llama", layers=4)
     critic = critic_of(actor)
-    ranks = RankGroup(GroupSpec(2), Trainer).start()
-    ranks.call_each(
-        Trainer.load,
-        [(cut(actor, 2, rank), cut(critic, 2, 1 - rank), layout) for rank in range(2)],
-    )
+    ranks = RankGroup(GroupSpec(layout.ranks), Trainer).start()
+    load_stages(ranks, layout, actor, critic)
     batches = [Batch(torch.ones(2, 5, dtype=torch.long), (5, 4))] * 4
     schedule = greedy(problem_of(layout, 4, 4))
     ranks.call(Trainer.step, schedule, batches, batches)
-    ranks.call(Trainer.doom)
+    doomed = layout.rank("actor", 0, 1, layout.actor_tp - 1, layout.replicas - 1)
+    ranks.call(Trainer.doom, doomed)
     begun = time.monotonic()
-    with raises(RankError, "rank-died", "rank 1 of 2", "SIGKILL", "'step'"):
+    named = f"rank {doomed} of {layout.ranks} was killed by SIGKILL"
+    with raises(RankError, "rank-died", named, "'step'"):
         ranks.call(Trainer.step, schedule, batches, batches)
     assert time.monotonic() - begun < LIMIT_S
     require_none_left()

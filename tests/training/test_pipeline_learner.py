@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
 from learner_helpers import make_batch
 from rounding import GRADIENT_TERMS, rounding
-from run_helpers import OF_PROCESSES, UNTIMED, Kill, Killer
+from run_helpers import OF_PROCESSES, UNTIMED, Kill, Killer, processes
 from sharded_workers import ShardedRank
 from staged_workers import UPDATES, StagedRank, models
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides
@@ -28,6 +31,7 @@ from stretto.errors import ConfigError, RankError
 from stretto.models.load import load_causal_lm, save_model
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
+from stretto.observe import RunDirectory
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.pipeline_schedule import evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
@@ -476,6 +480,10 @@ def tiny_run(folder: Path, out: Path, ranks: int, **sections: Any) -> Config:
 
 
 ASYNC = {"preset": "async"}
+REWARDS = """
+def some(completions, **rest):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+"""
 
 
 def run(
@@ -486,7 +494,6 @@ def run(
     overrides: Overrides = NO_OVERRIDES,
 ) -> Any:
     from stretto import runs
-    from stretto.observe import RunDirectory
     from stretto.observe.progress import NoProgress
 
     run_dir = resume or RunDirectory.create(config.out, "r", config)
@@ -540,10 +547,7 @@ def test_a_run_can_be_resumed_with_and_without_ranks(
 def test_all_roles_share_the_ranks_of_stages(tiny_folder: Path, tmp_path: Path, rank: int) -> None:
     """Weights go from stages to slices in the same ranks, and rewards are those of one process."""
     rewards = tmp_path / "rewards.py"
-    rewards.write_text(
-        "def some(completions, **rest):\n"
-        "    return [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
-    )
+    rewards.write_text(REWARDS)
     sections = {
         "reward": {"sources": (f"{rewards}:some",), "missing_eos": "off"},
         "model": {"name": str(tiny_folder), "lora_rank": rank},
@@ -569,6 +573,60 @@ def test_a_rank_that_dies_ends_the_run_with_the_cause(
             progress=Killer("learner, rank 1"),
         )
     assert ranks_of_this_process() == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_otherwise_after_a_rank_died_in_an_update(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two replicas of two stages in two slices, with all roles. The checkpoint of the second
+    step goes on in four ranks: two slices of the actor, beside two stages of the critic.
+    """
+    rewards, out = tmp_path / "rewards.py", tmp_path / "parts"
+    rewards.write_text(REWARDS)
+    common: dict[str, Any] = {
+        "steps": 4,
+        "reward": {"sources": (f"{rewards}:some",), "missing_eos": "off"},
+    }
+
+    def placed(ranks: int, **pipeline: Any) -> Config:
+        roles = ["learner", "generator", "reference", "critic"]
+        layout = {role: {"dp": ranks // 2, "tp": 2} for role in roles[1:]}
+        sections = {
+            "runtime": "local",
+            "cluster": {"processes": [{"roles": roles, "ranks": ranks, "layout": layout}]},
+            "rollout": {"batch": 16, "engines": ranks // 2},
+            "pipeline": {"ranks": ranks, "seconds": 0.2, **pipeline},
+        }
+        return tiny_run(tiny_folder, out, ranks, **common, **sections)
+
+    whole = metrics(run(tiny_run(tiny_folder, tmp_path / "whole", 0, **common)))
+    before = ranks_of_this_process()
+    with monkeypatch.context() as patch:
+        kill_in_update(patch, 3, "rank 5")
+        died = r"rank 5 of the learner\S* was killed by SIGKILL.* of its update \(learner\)"
+        with pytest.raises(RankError, match=died):
+            run(placed(8, stage_counts=(2, 2), stage_slices=(2, 2)))
+    assert ranks_of_this_process() == before
+    (folder,) = out.iterdir()
+    other = placed(4, stage_counts=(1, 2), stage_slices=(2, 1))
+    steps = metrics(run(other, resume=RunDirectory.open(folder)))
+    assert len(steps) == 4
+    for got, expected in zip(steps, whole, strict=True):
+        assert_same_figures(got, expected, rel=1e-3)
+
+
+def kill_in_update(patch: pytest.MonkeyPatch, update: int, rank: str) -> None:
+    """Kill a rank once all ranks of the learner have got a batch."""
+    wait, updates = RankGroup._wait, count(1)
+
+    def waiting(group: RankGroup, doing: str, *rest: Any) -> None:
+        if doing.startswith("its update") and next(updates) == update:
+            (pid,) = (pid for name, pid in processes().items() if name.endswith(rank))
+            os.kill(pid, signal.SIGKILL)
+        wait(group, doing, *rest)
+
+    patch.setattr(RankGroup, "_wait", waiting)
 
 
 def test_an_interrupted_run_ends_its_ranks_and_saves_the_last_step(
