@@ -35,7 +35,17 @@ from stretto.algorithms.advantages import (
 )
 from stretto.algorithms.correction import importance_weights, settled
 from stretto.algorithms.experience import Experience, LossInputs, Scored
-from stretto.algorithms.policy import SQUARES, SUM, TOKENS, disagreement, drift, kl_penalty
+from stretto.algorithms.policy import (
+    ESS,
+    SQUARES,
+    SUM,
+    TOKENS,
+    disagreement,
+    drift,
+    kl_penalty,
+    response_ratios,
+    with_effective_sample_size,
+)
 from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import FUNCTIONS, prepare
 from stretto.config import AlgorithmConfig, RewardConfig
@@ -719,6 +729,47 @@ def test_what_stands_outside_the_mask_is_never_seen(variant: str, garbage: float
     assert not found[1][:, 6:].any()
     assert found[2] == clean[2]
     assert stats == clean_stats
+
+
+# -- the effective sample size -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("parts", [1, 2, 6])
+def test_effective_sample_size_equals_plain_loops(parts: int, garbage: float) -> None:
+    """Over responses with tokens, however they are split into micro-batches."""
+    lengths = (5, 0, 3, 1, 6, 2)
+    mask = mask_of(lengths, 8)
+    now = soiled(randn(70, 6, 6, dtype=torch.float64), mask, garbage)
+    behaviour = soiled(randn(71, 6, 6, dtype=torch.float64), mask, -garbage)
+    inputs = inputs_of(mask, old_logprobs=now, behaviour_logprobs=behaviour)
+    weights = []
+    for b, n in enumerate(lengths):
+        if n:
+            weights.append(math.exp(sum(now[b, :n].tolist()) - sum(behaviour[b, :n].tolist())))
+    expected = sum(weights) ** 2 / (5 * sum(w * w for w in weights))
+    metrics = Metrics()
+    for rows in torch.arange(6).chunk(parts):
+        metrics += response_ratios(now[rows], inputs.pick(rows.tolist()))
+    ess = with_effective_sample_size(metrics).floats()
+    assert ess == {ESS: pytest.approx(expected, rel=rounding(5))}  # 1 / 5 in float32
+    assert 0.2 < expected < 0.9
+
+
+def test_effective_sample_size_of_current_weights_is_1() -> None:
+    inputs = inputs_of(mask_of((2, 3, 1)), old_logprobs=randn(72, 3, 3))
+    for logprobs, expected in ((inputs.old_logprobs, 1.0), (inputs.old_logprobs + 1e4, 1.0)):
+        metrics = with_effective_sample_size(response_ratios(logprobs, inputs))
+        assert metrics.floats() == {ESS: pytest.approx(expected)}
+
+
+def test_one_response_far_off_is_the_whole_sample() -> None:
+    """Its log ratio of 1,000 is capped at 20, so that no number overflows."""
+    inputs = inputs_of(mask_of((1, 1, 1, 1)), old_logprobs=torch.zeros(4, 1))
+    now = torch.tensor([[1000.0], [0.0], [0.0], [0.0]])
+    metrics = with_effective_sample_size(response_ratios(now, inputs))
+    assert metrics.floats() == {ESS: pytest.approx(1 / 4)}
+    assert with_effective_sample_size(Metrics()) == Metrics()
 
 
 # -- off-policy corrections ----------------------------------------------------------------------

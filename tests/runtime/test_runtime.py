@@ -82,6 +82,7 @@ METRICS = [
     "response/length_mean",
     "reward/task",
     "rejected",
+    "staleness/ess",
     "staleness/max",
     "staleness/mean",
     "staleness/off_policy_tokens",

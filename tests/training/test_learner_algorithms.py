@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,26 @@ def test_corrected_gradients_equal_those_of_the_whole_loss(variant: str) -> None
     assert_close({k: g for k, g in got.items() if k in expected}, expected)
     assert stats["val/ratio_max"] == pytest.approx(1, abs=1e-6)  # to itself
     assert 0.8 < stats["correction/weight_mean"] < 1.1
+
+
+@pytest.mark.parametrize("name", ["rloo", "online-dpo"])
+def test_effective_sample_size_is_the_mean_over_updates(name: str) -> None:
+    """Of the responses of each mini-batch. DPO trains on one pair of each group."""
+    actor, algorithm = llama(dtype=torch.float64), {"name": name}
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": 70, "minibatches": 2})
+    batch = make_batch(actor, algorithm)
+    units = learner.experience_of(train_batch(batch)).units
+    logprobs, shares = now(actor, batch), []
+    for part in learner.minibatches(len(batch), units):
+        weights = []
+        for row in (row for unit in part for row in unit if len(batch[row])):
+            difference = logprobs[row].sum().item() - sum(batch[row].logprobs)
+            weights.append(math.exp(difference))
+        shares.append(sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)))
+    _, stats = learned_gradients(learner, batch)
+    assert stats["staleness/ess"] == pytest.approx(sum(shares) / 2, rel=1e-5)
+    assert len(shares) == 2
+    assert min(shares) < 0.999
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

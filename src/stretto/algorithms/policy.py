@@ -5,6 +5,8 @@ All take inputs of b rows and T columns, and ``logprobs`` [b, T] of the policy u
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ SUM = "sampling/sum"
 SQUARES = "sampling/squares"
 TOKENS = "sampling/tokens"
 """Names of the sums of :func:`disagreement`."""
+
+WEIGHT = "sampling/weight"
+SQUARED_WEIGHT = "sampling/squared_weight"
+"""Names of the means of :func:`response_weights`."""
+ESS = "staleness/ess"
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped here: far beyond any clipping, and far from overflow."""
@@ -132,3 +139,29 @@ def disagreement(logprobs: Tensor, inputs: LossInputs) -> Metrics:
         },
         maxima={"sampling/logp_difference_max": difference.abs().amax()},
     )
+
+
+def response_ratios(logprobs: Tensor, inputs: LossInputs) -> Metrics:
+    """Means of the importance weights ``w = prod_t pi(a_t) / pi_behave(a_t)`` of responses and of
+    their squares, from which :func:`effective_sample_size` follows. Samples of an episode have
+    weights of their own, because they may be in several micro-batches.
+    """
+    behaviour = inputs.behaviour_logprobs
+    behaviour = inputs.old_logprobs if behaviour is None else behaviour
+    log_ratio = torch.where(inputs.mask, logprobs.detach() - behaviour, 0.0).double()
+    weights = bounded_ratio(log_ratio.sum(dim=1))
+    means = {WEIGHT: weights, SQUARED_WEIGHT: weights.square()}
+    return Metrics(weighted_sums(inputs.response_weights, means))
+
+
+def with_effective_sample_size(metrics: Metrics) -> Metrics:
+    """Replace the means of :func:`response_ratios` over an update's responses by :data:`ESS`, the
+    effective sample size as a share of the responses (Kish 1965)::
+
+        (sum_b w_b)^2 / (B sum_b w_b^2)
+    """
+    sums = dict(metrics.sums)
+    if WEIGHT in sums:
+        share = sums.pop(WEIGHT).square() / sums.pop(SQUARED_WEIGHT)
+        sums[ESS] = share.clamp(max=1.0)  # weights 1 / B in float32 may sum to more than 1
+    return replace(metrics, sums=sums)

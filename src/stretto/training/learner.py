@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stretto.algorithms.experience import Experience
 from stretto.algorithms.kl import AdaptiveKL
-from stretto.algorithms.policy import SQUARES, SUM, TOKENS
+from stretto.algorithms.policy import SQUARES, SUM, TOKENS, with_effective_sample_size
 from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import prepare
 from stretto.config import Config
@@ -229,11 +229,12 @@ class PolicyLearner(Stateful):
         by_model = self.backprop.run(batches, self._kl.coef, trains_actor=thawed)
         if self._critic:
             norms["critic"] += self._critic.update()
+        metrics = with_effective_sample_size(sum(by_model.values(), Metrics()))
         if thawed:
-            self._agreement.check(by_model["actor"])
+            self._agreement.check(metrics)
             norms["actor"] += self._actor.update()
             self._moved = True
-        return sum(by_model.values(), Metrics())
+        return metrics
 
     def microbatches(
         self,

@@ -116,6 +116,7 @@ class Losses:
         logprobs, entropy = (_at_responses(flat, batch.inputs) for flat in both)
         of_losses, metrics = settled(batch.inputs, logprobs.detach(), a)
         metrics += policy.drift(logprobs, of_losses) + policy.disagreement(logprobs, of_losses)
+        metrics += policy.response_ratios(logprobs, of_losses)
         term = call(a, functions_of(a).policy_loss, LossTerm, logprobs, of_losses)
         token_mean = a.entropy_aggregation == "token_mean"
         term += policy.entropy_bonus(entropy, of_losses, a.entropy_coef, token_mean=token_mean)
