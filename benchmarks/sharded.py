@@ -31,6 +31,8 @@ from stretto.workers.rank import GroupSpec
 LENGTHS = [(12, 7), (12, 40), (30, 5), (30, 33), (8, 64), (8, 2), (20, 16), (20, 50)]
 """Tokens of prompts and responses."""
 
+WITHOUT_TEACHER = [name for name, spec in ALGORITHMS.items() if not spec.teacher]
+
 
 def settings(algorithm: str) -> dict[str, Any]:
     return {
@@ -52,7 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", default=["2x1", "3x1", "1x2", "2x2"], help="fsdp x tp, such as 2x2"
     )
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
+    parser.add_argument("--algorithms", nargs="+", default=WITHOUT_TEACHER)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="memory and seconds alone")
     args = parse(parser, {"layouts": ["1x2"], "algorithms": ["ppo"], "steps": 1})

@@ -242,13 +242,17 @@ def _advantages(a: AlgorithmConfig, episodes: Sequence[Episode], beta: float) ->
             x for o, x in zip(episodes, totals, strict=True) if o.group == e.group and o is not e
         ]
         value = own - sum(others) / len(others)
-        if a.name in ("grpo", "cispo"):
+        if a.name in ("grpo", "cispo", "distill"):
             value = own - sum(same) / len(same)
             over = same if a.scale_rewards == "group" else totals
             if a.scale_rewards != "none":
                 value /= _std(over) + 1e-6
         for t in e.tokens:
-            t.advantage = value
+            t.advantage = _beside_teacher(a, t, value)
+
+
+def _beside_teacher(a: AlgorithmConfig, t: Token, value: float) -> float:
+    return t.ref - t.behaviour + a.reward_coef * value if a.name == "distill" else value
 
 
 def _std(numbers: Sequence[float]) -> float:
@@ -272,7 +276,7 @@ def _clipped(a: AlgorithmConfig, ratio: Tensor, value: float) -> Tensor:
 
 
 def _of_token(a: AlgorithmConfig, ratio: Tensor, value: float, t: Token) -> Tensor:
-    if a.name in ("ppo", "grpo"):
+    if a.name in ("ppo", "grpo", "distill"):
         return _clipped(a, ratio, value)
     if a.name == "cispo":
         return -ratio.detach().clamp(max=1 + (a.clip_high or a.clip)) * value * t.now

@@ -117,7 +117,7 @@ def make_batch(
                 )
         if not a.definition.critic:
             del rollout.scores["critic"]
-        if not a.has_reference:
+        if not a.beta:
             del rollout.scores["reference"]
     return batch
 

@@ -13,6 +13,7 @@ from stretto.algorithms.policy import kl_penalty
 from stretto.algorithms.reductions import response_weights, token_weights
 from stretto.algorithms.registry import FUNCTIONS
 from stretto.config import AlgorithmConfig
+from stretto.config.algorithm import ALGORITHMS
 
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30)
 BETA = 0.3
@@ -44,8 +45,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"name": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "kl_coef": 0},
     "online-dpo": {"name": "online-dpo", "kl_coef": BETA},
     "best-of-n": {"name": "best-of-n"},
+    "distill": {"name": "distill", "teacher": "teacher"},
+    "distill with rewards": {
+        "name": "distill",
+        "teacher": "teacher",
+        "reward_coef": 0.7,
+        "clip_high": 0.3,
+        "dual_clip": 1.5,
+    },
     "best-of-n of responses": {"name": "best-of-n", "aggregation": "sequence_mean", "kl_coef": 0},
 }
+
+
+def named(name: str) -> dict[str, Any]:
+    """The fewest settings of an algorithm."""
+    return {"name": name, "teacher": "teacher"} if ALGORITHMS[name].teacher else {"name": name}
 
 
 def mask_of(lengths: tuple[int, ...], width: int = 0) -> Tensor:

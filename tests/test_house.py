@@ -29,7 +29,7 @@ FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
 OVER_AIM = 9, 16
 """Files and functions that are longer than their aim; these numbers only fall."""
-SETTINGS = 151
+SETTINGS = 153
 PROSE = {r";": 1.8, r"\bwhat\b": 0.4, r"\bwhere\b": 0.3, r"\bthat (it|is|are|they)\b": 1.6}
 """Habits of wording in docstrings, and their rates per 1,000 words; these rates only fall."""
 DOCS_PROSE = {r";": 0.9, r"\bwhat\b": 0.9, r"\bwhere\b": 0.4, r"\bthat (it|is|are|they)\b": 1.1}

@@ -52,7 +52,7 @@ def variants() -> Iterator[tuple[str, str, dict[str, Any]]]:
             engines = {"rollout__engines": 2} if preset in ("rlhfuse", "stretto") else {}
             schedule = {"schedule__preset": preset, "schedule__chunk_tokens": 4}
             yield f"{recipe} {preset}", recipe, {**SHORT, **lengths, **engines, **schedule}
-        for algorithm in ALGORITHMS:
+        for algorithm in (name for name, spec in ALGORITHMS.items() if not spec.teacher):
             several = {} if algorithm == "ppo" else {"rollout__samples_per_prompt": 4}
             changes = {"algorithm__name": algorithm, "training__minibatches": 2}
             yield f"{recipe} {algorithm}", recipe, {**SHORT, **lengths, **several, **changes}

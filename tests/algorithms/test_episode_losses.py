@@ -87,7 +87,7 @@ def test_losses_and_gradients_equal_loops_over_tokens(
     batch = batch_of(VARIANTS[variant] | corrected, shapes)
     now = shifted(batch)
     old = shifted(batch, 0.1) if corrected else None
-    beta = BETA if a.kl_coef else 0.0
+    beta = BETA if a.beta else 0.0
     data = collate(train_batch(batch), WEIGHTS)
     proximal = None if old is None else drawn(batch, old).detach().float()
     e = prepare(data, a, REWARD, beta, proximal)
@@ -226,7 +226,7 @@ def test_a_mask_that_is_true_everywhere_and_episodes_of_one_sample_change_no_bit
     assert plain.sampled is None
     assert plain.turn_rewards is None
     assert plain.episodes is None
-    beta = BETA if a.kl_coef else 0.0
+    beta = BETA if a.beta else 0.0
 
     def taken(batch: Any) -> tuple[Tensor, Experience]:
         e = prepare(collate(batch, WEIGHTS), a, REWARD, beta)

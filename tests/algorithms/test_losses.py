@@ -96,8 +96,8 @@ def scored(
 def prepared(
     a: AlgorithmConfig, data: Scored | None = None, proximal: Tensor | None = None
 ) -> Experience:
-    data = data or scored(reference=a.kl_coef > 0)
-    return prepare(data, a, REWARD, BETA if a.kl_coef else 0.0, proximal)
+    data = data or scored(reference=a.beta > 0)
+    return prepare(data, a, REWARD, BETA if a.beta else 0.0, proximal)
 
 
 def whole(e: Experience, a: AlgorithmConfig) -> tuple[list[int], LossInputs]:
@@ -165,6 +165,16 @@ def naive_advantages(a: AlgorithmConfig, d: Mapping[str, list[Any]]) -> list[lis
             out = [[(x - mean(flat)) / math.sqrt(std(flat) ** 2 + 1e-8) for x in r] for r in out]
         return out
     totals = [s - sum(c) for s, c in zip(d["scores"], cost, strict=True)]
+    if a.name == "distill":
+        of_scores = naive_advantages(settings_of("grpo"), d) if a.reward_coef else d["old"]
+        pairs = list(zip(d["old"], d["ref"], strict=True))
+        return [
+            [
+                teacher - student + a.reward_coef * of_score
+                for student, teacher, of_score in zip(*pairs[i], of_scores[i], strict=True)
+            ]
+            for i in range(len(pairs))
+        ]
     out = []
     for i, (group, old) in enumerate(zip(d["groups"], d["old"], strict=True)):
         same = [totals[j] for j, g in enumerate(d["groups"]) if g == group]
@@ -215,7 +225,7 @@ def naive_dpo(a: AlgorithmConfig, d: Mapping[str, list[Any]], now: list[list[flo
 def naive_policy_loss(a: AlgorithmConfig, ratio: float, value: float, logprob: float) -> float:
     """Of a token, or for Proximal RLOO of a response, with its ratio and advantage."""
     low, high = 1 - a.clip, 1 + (a.clip_high or a.clip)
-    if a.name in ("ppo", "grpo", "proximal-rloo"):
+    if a.name in ("ppo", "grpo", "proximal-rloo", "distill"):
         first = min(ratio, a.dual_clip or ratio)
         return -min(first * value, min(max(ratio, low), high) * value)
     if a.name == "cispo":

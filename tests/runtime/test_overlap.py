@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from helpers import check_trace_events, told, train_on
+from loss_helpers import named
 from run_helpers import (
     Kill,
     assert_same_run,
@@ -234,7 +235,7 @@ def test_every_algorithm_runs_with_every_knob_on(
         tiny_folder,
         steps=3,
         rollout=GROUPED | {"engines": 2},
-        algorithm={"name": name},
+        algorithm=named(name) | ({"teacher": str(tiny_folder)} if name == "distill" else {}),
         schedule={"preset": "stretto", "chunk_tokens": 2, "migrate": 0.5},
     )
     run_dir, _ = run(config, tmp_path)
@@ -247,7 +248,8 @@ def test_every_algorithm_runs_with_every_knob_on(
     assert [m["step"] for m in metrics] == [1, 2, 3]
     assert all(m["staleness/max"] <= 2 for m in metrics)
     spans = {s.name for s in run_dir.trace.read().spans}
-    scorers = {"score/task", "score/reference"} | ({"score/critic"} if name == "ppo" else set())
+    scorers = {"score/task", "score/teacher" if name == "distill" else "score/reference"}
+    scorers |= {"score/critic"} if name == "ppo" else set()
     assert {name for name in spans if name.startswith("score/")} == scorers
 
 

@@ -599,7 +599,7 @@ def test_evaluate_stops_at_a_failed_verdict(
 # -- every algorithm -----------------------------------------------------------------------------
 
 PAIRS: dict[str, Any] = {"batch": 8, "samples_per_prompt": 4, "max_new_tokens": 8}
-CRITICLESS = [name for name, algorithm in ALGORITHMS.items() if not algorithm.critic]
+CRITICLESS = [name for name, a in ALGORITHMS.items() if not (a.critic or a.teacher)]
 
 
 @pytest.mark.parametrize("name", CRITICLESS)

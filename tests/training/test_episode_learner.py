@@ -26,7 +26,7 @@ from learner_helpers import (
     learner_of,
     make_batch,
 )
-from loss_helpers import VARIANTS
+from loss_helpers import VARIANTS, named
 from raising import raises
 from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.config.algorithm import ALGORITHMS
@@ -47,7 +47,7 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: list[Rollout]) ->
     now, entropies = naive_now(actor, batch)
     proximal = a.old_policy == "proximal"
     episodes = episodes_of(batch, now, entropies, proximal=proximal, penalty=lambda _: -1.0)
-    naive_loss(a, episodes, beta=a.kl_coef, longest=16).backward()
+    naive_loss(a, episodes, beta=a.beta, longest=16).backward()
     models = {"actor": actor}
     if "critic" in learner.trained:
         models["critic"] = learner.trained["critic"].model  # type: ignore[attr-defined]
@@ -99,12 +99,12 @@ def test_nothing_that_stands_beside_context_is_read(name: str) -> None:
     found = []
     for beside in (0.0, float("nan")):
         actor = llama(dtype=torch.float64)
-        batch = train_batch(as_episodes(make_batch(actor, {"name": name})))
+        batch = train_batch(as_episodes(make_batch(actor, named(name))))
         assert batch.sampled is not None
         logprobs, versions = batch.logprobs.copy(), batch.versions.copy()
         logprobs[~batch.sampled] = beside
         versions[~batch.sampled] = CONTEXT if beside == 0 else 10_000
-        learner = learner_of({"name": name, "old_policy": "behaviour"}, actor)
+        learner = learner_of(named(name) | {"old_policy": "behaviour"}, actor)
         out = learner.train(replace(batch, logprobs=logprobs, versions=versions))
         found.append((dict(out.stats), fingerprint(actor.named_parameters())))
     assert found[0] == found[1]
@@ -116,10 +116,10 @@ def test_one_turn_is_learned_from_bit_for_bit(name: str) -> None:
     ends = []
     for masked in (False, True):
         actor = llama()
-        batch = train_batch(make_batch(actor, {"name": name}))
+        batch = train_batch(make_batch(actor, named(name)))
         if masked:
             batch = replace(batch, sampled=np.ones(len(batch.tokens), np.bool_))
-        stats = dict(learner_of({"name": name}, actor).train(batch).stats)
+        stats = dict(learner_of(named(name), actor).train(batch).stats)
         ends.append((stats, fingerprint(actor.named_parameters())))
     assert ends[0] == ends[1]
 
@@ -130,8 +130,8 @@ def test_the_order_of_samples_and_micro_batches_does_not_matter(name: str, budge
     ends = []
     for size, rows in ((100_000, range(8)), (budget, [3, 7, 0, 6, 1, 5, 2, 4])):
         actor = llama(dtype=torch.float64)
-        batch = as_episodes(make_batch(actor, {"name": name}))
-        learner = learner_of({"name": name}, actor, training={"microbatch_tokens": size})
+        batch = as_episodes(make_batch(actor, named(name)))
+        learner = learner_of(named(name), actor, training={"microbatch_tokens": size})
         stats = train_on(learner, [batch[i] for i in rows])
         ends.append((stats, {n: p.detach() for n, p in actor.named_parameters()}))
     (stats, weights), (others, found) = ends
@@ -143,8 +143,8 @@ def test_the_order_of_samples_and_micro_batches_does_not_matter(name: str, budge
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_mini_batches_keep_an_episode_together(name: str) -> None:
     actor = llama()
-    learner = learner_of({"name": name}, actor, training={"minibatches": 2})
-    batch = train_batch(as_episodes(make_batch(actor, {"name": name})))
+    learner = learner_of(named(name), actor, training={"minibatches": 2})
+    batch = train_batch(as_episodes(make_batch(actor, named(name))))
     e = learner.experience_of(batch)
     parts = list(learner.minibatches(8, e.units))
     assert len(parts) == 2
@@ -159,8 +159,8 @@ def test_mini_batches_keep_an_episode_together(name: str) -> None:
 def test_samples_share_a_pass_only_where_the_loss_is_of_whole_responses(name: str) -> None:
     """An episode of many long samples would not fit into one pass."""
     actor = llama()
-    learner = learner_of({"name": name}, actor, training={"microbatch_tokens": 1})
-    batch = train_batch(as_episodes(make_batch(actor, {"name": name})))
+    learner = learner_of(named(name), actor, training={"microbatch_tokens": 1})
+    batch = train_batch(as_episodes(make_batch(actor, named(name))))
     e = learner.experience_of(batch)
     made = learner.microbatches(batch.responses(), e.units, e, torch.zeros(8, dtype=torch.bool))
     sizes = sorted(len(m.tokens) for m in made)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
 from learner_helpers import SHAPES, algorithm_settings, make_batch
+from loss_helpers import named
 from rounding import GRADIENT_TERMS, rounding
 from sharded_workers import UPDATES, ShardedRank, first_gradients, models, scored, scorers_of
 from stretto.config.algorithm import ALGORITHMS
@@ -115,7 +116,7 @@ def test_every_algorithm_learns_the_same(
     algorithm: str, layout: str, request: pytest.FixtureRequest
 ) -> None:
     given = algorithm_settings(
-        {"name": algorithm}, training={"microbatch_tokens": 60, "grad_clip": 0.5}
+        named(algorithm), training={"microbatch_tokens": 60, "grad_clip": 0.5}
     )
     ranks = request.getfixturevalue(layout)
     assert_same_learning(ranks, "plain", given, batches_of(given))
@@ -127,7 +128,7 @@ def test_every_algorithm_learns_the_same_of_episodes(
     algorithm: str, layout: str, request: pytest.FixtureRequest
 ) -> None:
     """Turns with context between them, their rewards, and forks."""
-    given = algorithm_settings({"name": algorithm}, training={"microbatch_tokens": 60})
+    given = algorithm_settings(named(algorithm), training={"microbatch_tokens": 60})
     batch = train_batch(as_episodes(make_batch(models("plain")[0], given["algorithm"])))
     ranks = request.getfixturevalue(layout)
     assert_same_learning(ranks, "plain", given, [batch] * 2)

@@ -209,8 +209,8 @@ def check(data: Scored, kl_coef: float) -> None:
         )
     if data.ref_logprobs is None and kl_coef:
         raise LearnerError(
-            f"the KL penalty of weight {kl_coef} needs the reference's log-probabilities, and "
-            "there are none. Score with the reference, or set algorithm.kl_coef = 0",
+            f"the KL of weight {kl_coef} needs log-probabilities of the reference or teacher, and "
+            "there are none. Score with that model, or set algorithm.kl_coef = 0",
             "reference-missing",
         )
     for name, values in (

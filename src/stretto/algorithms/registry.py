@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto import outside
-from stretto.algorithms import ppo, preference, rloo
+from stretto.algorithms import distill, ppo, preference, rloo
 from stretto.algorithms.advantages import require_several
 from stretto.algorithms.experience import Experience, LossInputs, LossTerm, Scored, Targets, check
 from stretto.algorithms.policy import clipped_surrogate
@@ -58,6 +58,7 @@ FUNCTIONS: Mapping[str, Functions] = {
     "cispo": Functions(ppo.grpo_targets, ppo.cispo_loss),
     "online-dpo": Functions(preference.dpo_targets, preference.dpo_loss),
     "best-of-n": Functions(preference.best_targets, preference.best_loss),
+    "distill": Functions(distill.targets, clipped_surrogate),
 }
 
 
@@ -109,7 +110,7 @@ def prepare(
     """
     check(data, kl_coef)
     data = data.shared()
-    if settings.definition.group > 1:
+    if settings.group > 1:
         require_several(data.groups[data.responses()[0]], settings.name)
 
     def clean(x: Tensor) -> Tensor:

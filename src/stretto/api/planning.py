@@ -158,7 +158,7 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
     workload = Workload(
         batch=config.rollout.batch,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        group_at_least=config.algorithm.definition.group,
+        group_at_least=config.algorithm.group,
         max_new_tokens=config.rollout.max_new_tokens,
         **_lengths(config, options, assumed),
     )
@@ -305,6 +305,10 @@ def _models(config: Config, options: PlanOptions, assumed: list[str]) -> ModelSh
         init_shapes = {"actor": actor.valued(), "reward": reward or actor.valued()}
         critic = init_shapes.get(init) or _shape(init).valued()
     reference = actor if config.algorithm.has_reference else None
+    if teacher := config.algorithm.teacher:
+        reference = _shape(teacher) if Path(teacher).is_dir() else actor
+        if reference is actor:
+            assumed.append(f"the teacher '{teacher}' has the actor's size")
     return ModelShapes(actor, critic, reference, reward)
 
 

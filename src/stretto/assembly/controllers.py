@@ -89,7 +89,7 @@ def controls_of(
         r.max_new_tokens,
         config.steps,
         failures_allowed=config.reward.failures_allowed,
-        group_at_least=config.algorithm.definition.group,
+        group_at_least=config.algorithm.group,
         reward_weights=config.reward.factors,
         restarts=restarts,
         episodes=turn_sampling(r, config.environment) if config.environment.sources else None,

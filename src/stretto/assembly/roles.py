@@ -14,7 +14,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.environments import turn_ends
-from stretto.assembly.run_models import Overrides, Reward, load_draft, load_reward_model, made_ready
+from stretto.assembly.run_models import (
+    Overrides,
+    Reward,
+    load_draft,
+    load_reward_model,
+    load_teacher,
+    made_ready,
+)
 from stretto.config import AlgorithmConfig, Capabilities, Config, ModelConfig, RolloutConfig
 from stretto.config.knobs import Knobs
 from stretto.config.sections import RewardSource
@@ -22,7 +29,7 @@ from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
-from stretto.models.forward import positions, unwrapped
+from stretto.models.forward import positions, text_config, unwrapped
 from stretto.models.layer_shards import GatheredPasses, Grid
 from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_tensors
@@ -315,6 +322,32 @@ class RoleFactory:
                 self.config.require_positions(f"reward model '{reward.name}'", limit)
             else:
                 reward.require_room(prompts)
+
+    def teacher_scorer(
+        self, name: str, model: nn.Module, gathered: GatheredPasses | None = None
+    ) -> ModelScorer:
+        """Build a teacher's scorer. Raises ConfigError if it has too few positions."""
+        self.config.require_positions(f"the {name}", positions(model))
+        return reference_scorer(
+            model,
+            self.config.rollout.temperature,
+            self._budget,
+            gathered,
+            name,
+            vocabulary=text_config(model).vocab_size,
+            slots=self.scorer_slots(model, name, gathered),
+            say=self._say,
+        )
+
+    def teachers(
+        self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
+    ) -> dict[str, nn.Module]:
+        """Load the teachers, by the names of their scorers."""
+        m, in_files = self.config.model, overrides.in_files
+        return {
+            name: load_teacher(m, path, tokenizer, self._say, in_files=in_files)
+            for name, path in self.config.algorithm.teachers.items()
+        }
 
     def model_scorers(
         self,

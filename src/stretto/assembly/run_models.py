@@ -178,6 +178,26 @@ def load_reward_model(
     return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
 
 
+def load_teacher(
+    config: ModelConfig,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Say,
+    *,
+    in_files: bool = False,
+) -> nn.Module:
+    """Load a frozen teacher. Raises ConfigError if its tokenizer differs from the actor's."""
+    path = resolve(name, say)
+    if not same_tokenizer(load_tokenizer(path, config.trust_remote_code, say), tokenizer):
+        raise ConfigError(
+            f"algorithm.teacher = '{name}' has another tokenizer than the actor, whose tokens it "
+            "must read; choose a model of the actor's family, or fine-tune the actor on the "
+            "teacher's texts with `stretto sft`",
+            "teacher-of-other-tokenizer",
+        )
+    return _loaded(load_causal_lm, path, config, say, in_files).requires_grad_(False)
+
+
 def load_draft(
     config: ModelConfig, name: str, tokenizer: PreTrainedTokenizerBase, say: Say
 ) -> nn.Module:

@@ -74,6 +74,7 @@ def check_run(
     user_functions.check_environments(
         n for n in config.environment.sources if n not in environments
     )
+    _check_teachers(config, ask_hub=ask_hub)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
@@ -231,6 +232,13 @@ def _check_model(
             f"{', '.join(TOKENIZERS)}. Copy them from the model that it was trained from"
         )
     return info
+
+
+def _check_teachers(config: Config, *, ask_hub: bool) -> None:
+    for role, teacher in config.algorithm.teachers.items():
+        if info := _check_model(teacher, config.model, ask_hub=ask_hub):
+            config.require_positions(f"the {role}", info.positions)
+            _check_heads(info, config.cluster.layouts(role))
 
 
 def _check_heads(info: ModelInfo, layouts: Iterable[Layout]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from stretto.api.settings import settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
+from stretto.config.algorithm import TEACHER
 from stretto.config.sections import RewardSource
 from stretto.config.training_config import PipelineConfig
 from stretto.machine import usable_cores, usable_gpus
@@ -39,6 +40,10 @@ def describe_run(config: Config) -> str:
         *choices,
         *_pipelines(config.pipeline),
         *map(_source, config.reward.parsed),
+        *(
+            f"{name}: {model} ({_place(model)})"
+            for name, model in config.algorithm.teachers.items()
+        ),
     ]
     if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
@@ -93,6 +98,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     wide, sizes = fitting.width(config.model), plan.mixed
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
+    trained[TEACHER] = sizes[TEACHER]
     if config.runtime_kind.has_processes:
         yield f"Processes (runtime = '{config.runtime}'):"
         yield table(config.schedule.knobs, placement, frozen | trained)

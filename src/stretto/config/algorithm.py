@@ -36,6 +36,7 @@ class AlgorithmSpec:
         ratio: whether the gradient of its loss depends on the old policy.
         corrects: whether its loss supports importance weights.
         per_group: whether it trains on one pair, or on one response, of each group.
+        teacher: whether its KL is to a teacher, with weight 1, instead of the reference.
     """
 
     settings: Sequence[str] = ()
@@ -46,6 +47,7 @@ class AlgorithmSpec:
     ratio: bool = False
     corrects: bool = True
     per_group: bool = False
+    teacher: bool = False
 
 
 _CLIP = ("algorithm.clip", "algorithm.clip_high")
@@ -57,6 +59,9 @@ _GROUPED = (
 _VALUES = ("algorithm.gamma", "algorithm.lam", "algorithm.value_clip")
 _WHITENING = ("algorithm.whiten_advantages", "algorithm.whiten_rewards")
 _CRITIC = ("critic.init", "training.critic_lr")
+
+TEACHER = "teacher"
+"""The teacher's role and the name of its scores."""
 
 ALGORITHMS: Mapping[str, AlgorithmSpec] = {
     "ppo": AlgorithmSpec(
@@ -79,6 +84,20 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = {
         settings=(*_CLIP, *_GROUPED), kl_in="loss", aggregation="token_mean", ratio=True
     ),
     "online-dpo": AlgorithmSpec(kl_in="implicit", aggregation=None, corrects=False, per_group=True),
+    "distill": AlgorithmSpec(
+        settings=(
+            *_CLIP,
+            "algorithm.dual_clip",
+            "algorithm.teacher",
+            "algorithm.reward_coef",
+            "algorithm.scale_rewards",
+        ),
+        group=1,
+        kl_in="implicit",
+        aggregation="token_mean",
+        ratio=True,
+        teacher=True,
+    ),
     "best-of-n": AlgorithmSpec(aggregation="token_mean", corrects=False, per_group=True),
 }
 """All algorithms, in the order of the help."""
@@ -90,6 +109,12 @@ class AlgorithmConfig(Section):
     name: one_of(*ALGORITHMS) = "ppo"  # type: ignore[valid-type]
     """The loss (docs/algorithms.md). 'file.py:name' or 'package.module:name' is an algorithm of
     your own."""
+    teacher: str = ""
+    """Model whose log-probabilities the policy learns, with the actor's tokenizer: a folder or a
+    hub name. It reads the policy's own responses."""
+    reward_coef: NonNegative = 0.0
+    """Weight of the advantages of rewards, compared within the group, beside the teacher's. 0: the
+    rewards are only measured."""
     gamma: Fraction = 1.0
     """Discount of future rewards."""
     lam: Fraction = 0.95
@@ -205,7 +230,22 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        return self.kl_coef > 0
+        return self.kl_coef > 0 and not self.teacher
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Names of teachers' models by the names of their scorers."""
+        return {TEACHER: self.teacher} if self.teacher else {}
+
+    @property
+    def group(self) -> int:
+        """Minimum number of responses per prompt."""
+        return max(self.definition.group, 2 if self.teacher and self.reward_coef else 1)
+
+    @property
+    def beta(self) -> float:
+        """First weight of the KL to the reference or the teacher."""
+        return 1.0 if self.teacher else self.kl_coef
 
     def rules(self, broken: Rules) -> None:
         """Check the settings, except for the user's own algorithm, which must be imported first."""
@@ -262,7 +302,8 @@ class AlgorithmConfig(Section):
             f"algorithm.dual_clip = {self.dual_clip} lies within the range that ratios are clipped "
             f"to, which ends at {low}; raise it, to 3 for example, or set it to 0"
         )
-        implicit = algorithm.kl_in == "implicit"
+        self._teacher_rules(broken, algorithm)
+        implicit = algorithm.kl_in == "implicit" and not algorithm.teacher
         broken["implicit-kl-without-beta"] = (implicit and not self.kl_coef) and (
             f"algorithm.kl_coef is the beta of '{self.name}'; set it above 0, as 0.03 to 0.1"
         )
@@ -270,6 +311,21 @@ class AlgorithmConfig(Section):
         broken["implicit-kl-placed"] = (implicit and placed) and (
             f"the loss of '{self.name}' is made of the KL to the reference, with beta = "
             "kl_coef; leave algorithm.kl_in and kl_target out"
+        )
+
+    def _teacher_rules(self, broken: Rules, algorithm: AlgorithmSpec) -> None:
+        broken["teacher-missing"] = (algorithm.teacher and not self.teacher) and (
+            f"'{self.name}' learns from a teacher, and algorithm.teacher is empty; give the folder "
+            "or hub name of a model with the actor's tokenizer"
+        )
+        broken["teacher-without-distill"] = (self.teacher and not algorithm.teacher) and (
+            f"algorithm.teacher = '{self.teacher}' has no effect on '{self.name}'; set "
+            "algorithm.name = 'distill', or leave the teacher out"
+        )
+        placed = self.kl_in != "auto" or self.kl_target
+        broken["teacher-kl-placed"] = (algorithm.teacher and placed) and (
+            f"the advantages of '{self.name}' are the KL to the teacher, with weight 1; leave "
+            "algorithm.kl_in and kl_target out"
         )
 
 

@@ -46,6 +46,7 @@ _PATHS = (
     ("critic", "init"),
     ("rollout", "engine_args"),
     ("algorithm", "name"),
+    ("algorithm", "teacher"),
     ("schedule", "controllers"),
 )
 """Settings that may name files and folders."""

@@ -115,6 +115,7 @@ class Config(Section):
         a, remarks = self.algorithm, []
         names = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
         idle = [n for n in names if n not in a.definition.settings and self._is_set(n)]
+        idle += ["algorithm.kl_coef"] if a.teacher and self._is_set("algorithm.kl_coef") else []
         if idle:
             remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
         if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":
@@ -344,9 +345,13 @@ class Config(Section):
             f"{minibatches} equal parts; choose a divisor"
         )
         needs = a.definition
-        broken["group-too-small"] = r.samples_per_prompt < needs.group and (
+        broken["group-too-small"] = r.samples_per_prompt < a.group and (
             f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
-            f"rollout.samples_per_prompt of at least {needs.group}; got {r.samples_per_prompt}"
+            f"rollout.samples_per_prompt of at least {a.group}; got {r.samples_per_prompt}"
+        )
+        unrewarded = not self.reward.sources and (a.reward_coef or not needs.teacher)
+        broken["no-reward-source"] = unrewarded and (
+            "reward.sources is empty; name at least one, such as 'task'"
         )
         groups = r.batch // r.samples_per_prompt
         broken["minibatches-beyond-groups"] = (needs.per_group and minibatches > groups) and (

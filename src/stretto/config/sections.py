@@ -361,7 +361,7 @@ class RewardConfig(Section):
     """Sources of the score, summed: 'task' (its verifier), 'file.py:name' or 'package.module:name'
     (a function with TRL's, verl's or OpenRLHF's signature), 'http://127.0.0.1:PORT/...' (a reward
     server), 'model:NAME' (a reward model), 'scorer:file.py:name' (a class that scores chunk by
-    chunk)."""
+    chunk). Empty: a teacher alone (algorithm.name = 'distill')."""
     weights: tuple[Number, ...] = ()
     """Factor of each source; empty means 1 each."""
     timeout_s: Seconds = 30.0
@@ -399,9 +399,6 @@ class RewardConfig(Section):
 
     def rules(self, broken: Rules) -> None:
         """Check the sources and their weights."""
-        broken["no-reward-source"] = not self.sources and (
-            "reward.sources is empty; name at least one, such as 'task'"
-        )
         broken["reward-source-twice"] = len(set(self.sources)) != len(self.sources) and (
             f"reward.sources names one twice: {self.sources}; use weights instead"
         )

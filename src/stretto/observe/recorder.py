@@ -59,7 +59,12 @@ class Recorder(ExitStack):
         self._time_sheet = TimeSheet()
         self._remarks = None
         if isinstance(config, Config):
-            self._remarks = Remarks(config.reward, config.rollout.max_new_tokens)
+            a = config.algorithm
+            self._remarks = Remarks(
+                config.reward,
+                config.rollout.max_new_tokens,
+                rewards_train=not a.teacher or a.reward_coef > 0,
+            )
         tracked_run = TrackedRun(run.name, run.path, config.model_dump(), resumed_step)
         self._trackers = open_trackers(config.observe, tracked_run)
         self.callback(progress.close)
@@ -133,8 +138,11 @@ LIMITS = {
 class Remarks:
     """Remarks on facts that the mean reward hides. Must be called after every step."""
 
-    def __init__(self, reward: RewardConfig, max_new_tokens: int) -> None:
+    def __init__(
+        self, reward: RewardConfig, max_new_tokens: int, *, rewards_train: bool = True
+    ) -> None:
         self._reward, self._limit = reward, max_new_tokens
+        self._rewards_train = rewards_train
         self._first = True
         self._told = set[str]()  # tools already reported to fail
         self._next = {"cut": 0, "one reward": 0}
@@ -166,7 +174,8 @@ class Remarks:
     ) -> list[str]:
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]
         first, self._first = self._first, False
-        if len(batch) > 1 and len({rewards[r.id] for r in batch}) == 1:
+        equal = len(batch) > 1 and len({rewards[r.id] for r in batch}) == 1
+        if equal and self._rewards_train:
             if not self._due("one reward", step):
                 return []
             if cut:

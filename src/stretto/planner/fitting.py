@@ -13,6 +13,7 @@ from typing import Literal
 import psutil
 
 from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
+from stretto.config.algorithm import TEACHER
 from stretto.config.cluster_config import LEARNER
 from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
@@ -106,6 +107,8 @@ def plan_for(
     # With adapters, the reference is the actor with its adapters switched off.
     if algorithm and algorithm.has_reference and not model.lora_rank:
         models["reference"] = parameters
+    if algorithm and algorithm.teacher:
+        models[TEACHER] = _parameters(algorithm.teacher, parameters)
     if reward and reward.models:
         models["reward"] = sum(_parameters(source.model, parameters) for source in reward.models)
     matrices = described(model.name).adapted(("all-linear",)) if model.load_in_4bit else ()
@@ -204,6 +207,7 @@ def known_shapes(config: Config) -> tuple[dict[str, Shape], Adapters | None]:
     draft = config.rollout.speculative_model
     shapes = {"actor": actor, "reference": actor, "critic": valued, **rewards}
     shapes["draft"] = _known(draft) if draft else None
+    shapes |= {name: _known(model) for name, model in config.algorithm.teachers.items()}
     return {role: shape for role, shape in shapes.items() if shape}, adapters
 
 
@@ -390,7 +394,7 @@ class RunMemory:
                     layout if follows and not (inline or borrows) else None,
                     rows=c.cached_rows if generates else None,
                     positions=c.longest,
-                    logits=seat.scorer == "reference",
+                    logits=seat.scorer in ("reference", TEACHER),
                     rests=(share is not None and c.rollout.sleeps) if generates else rests,
                     reads=seat_reads,
                     share=share,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controllers import share_cores
 from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
+from stretto.config.algorithm import TEACHER
 from stretto.config.cluster_config import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
@@ -34,7 +35,7 @@ from stretto.types import FORKS, ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024  # tokens of a pass on a CPU, if the settings leave it open
 FUNCTION = ""  # role name of all reward functions in :meth:`Recording.role_devices`
-_KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
+_KINDS: dict[str, ScoreKind] = {TEACHER: "logprobs", "reference": "logprobs", "critic": "values"}
 
 
 class RoleDevices(NamedTuple):
@@ -171,7 +172,7 @@ class Recording:
         return Workload(
             batch=config.rollout.batch,
             samples_per_prompt=config.rollout.samples_per_prompt,
-            group_at_least=config.algorithm.definition.group,
+            group_at_least=config.algorithm.group,
             steps=config.steps,
             max_new_tokens=config.rollout.max_new_tokens,
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),

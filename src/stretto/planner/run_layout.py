@@ -14,7 +14,7 @@ from stretto.planner.hardware import Links
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """Shapes of the actor and of the other models of PPO that a run has."""
+    """Shapes of the actor and of the other models that a run has. A teacher is the reference."""
 
     actor: Shape
     critic: Shape | None = None

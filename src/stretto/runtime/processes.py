@@ -256,6 +256,8 @@ class ProcessWorkers:
                 return scorer_roles.reference, (setup,)
             case "critic":
                 return scorer_roles.critic, (setup,)
+            case name if name in setup.run_config.algorithm.teachers:
+                return scorer_roles.teacher, (setup, name)
             case source:
                 return scorer_roles.reward_model, (setup, source, self._first)
 

@@ -134,6 +134,20 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
 
 
+def teacher(setup: RoleSetup, name: str) -> ScorerService:
+    """Make the service of a teacher in its process."""
+    setup.prepare()
+    config, notes = setup.config, list[str]()
+    factory, loading_setup = RoleFactory(config, notes.append), setup.for_loading()
+    tokenizer = open_prompts(config, setup.overrides, silent).tokenizer
+    loading = RoleFactory(loading_setup.config, notes.append)
+    model = loading.teachers(tokenizer, loading_setup.overrides)[name]
+    gathered = _divided(model, setup, setup.layout, name, notes)
+    scorer = factory.teacher_scorer(name, model, gathered)
+    offloaded = None if gathered else setup.offloaded(name, scorer.model.parameters)
+    return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
+
+
 def _divided(
     model: nn.Module, setup: RoleSetup, layout: Layout | None, name: str, notes: list[str]
 ) -> GatheredPasses | None:

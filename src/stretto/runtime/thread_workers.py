@@ -59,6 +59,7 @@ class ThreadWorkers:
         knobs, engines = config.schedule.knobs, config.rollout.engines
         factory = RoleFactory(config, say)
         rewards = factory.reward_models(prompts.tokenizer, overrides)
+        teachers = factory.teachers(prompts.tokenizer, overrides)
         models = trained_models(config, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
         separate_weights: Callable[[nn.Module], nn.Module] = (
@@ -81,7 +82,8 @@ class ThreadWorkers:
         for i, replica in enumerate(rewards):
             host = i if knobs.hosts_scorers(engines) else None
             values = separate_weights(critic) if critic else None
-            model_scorers = factory.model_scorers(models.reference, values, channel)
+            model_scorers = [factory.teacher_scorer(*teacher) for teacher in teachers.items()]
+            model_scorers += factory.model_scorers(models.reference, values, channel)
             for scorer in (*replica, *model_scorers):
                 role = scorer.info.name if host is None else f"{scorer.info.name} {i}"
                 self.scorers.append(RolePlacement(role, scorer.info.name, host))

@@ -48,13 +48,37 @@ if TYPE_CHECKING:
 
 
 class TokenScorer(ModelScorer):
-    """Computes a number for each sampled token from the hidden state [N, H] that predicts it."""
+    """Computes a number for each sampled token from the hidden state [N, H] that predicts it.
+    Responses with a token id of ``vocabulary`` or more fail.
+    """
 
     def __init__(
-        self, read: Callable[[Tensor, Tensor], Tensor], *args: Any, **options: Any
+        self,
+        read: Callable[[Tensor, Tensor], Tensor],
+        *args: Any,
+        vocabulary: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._read = read
+        self._vocabulary = vocabulary
+
+    def _row_of(self, rows: StreamedRows, response: Response) -> StreamedRow | None:
+        if self._knows(response):
+            return super()._row_of(rows, response)
+        rows.close([response.id])
+        return None
+
+    def _knows(self, response: Response) -> bool:
+        highest = int(response.tokens.max(initial=0))
+        if self._vocabulary is None or highest < self._vocabulary:
+            return True
+        self._failures[response.id] = (
+            f"'{self.name}' knows {self._vocabulary} token ids, and rollout {response.id} has the "
+            f"id {highest}, which pads the actor's vocabulary. Choose another model, or an actor "
+            "that does not sample such ids"
+        )
+        return False
 
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
         places = [span.predicting for span in spans]
@@ -70,6 +94,7 @@ class TokenScorer(ModelScorer):
             span.row.numbers.append(part)
 
     def _score(self, responses: Sequence[Response]) -> Scored:
+        responses = [r for r in responses if self._knows(r)]
         self.read_tokens += sum(r.total_tokens - 1 for r in responses)
         for indices in self._passes([r.total_tokens for r in responses]):
             part = [responses[i] for i in indices]
@@ -86,9 +111,11 @@ def reference_scorer(
     temperature: float,
     token_budget: int,
     gathered: GatheredPasses | None = None,
+    name: str = "reference",
     **options: Any,
 ) -> TokenScorer:
-    """Return a scorer by the reference's log-probabilities, at the sampling temperature.
+    """Return a scorer by the log-probabilities of the reference or another model (``name``), at the
+    sampling temperature.
 
     A PEFT model is its own reference: the scorer runs its frozen weights in separate modules
     without adapters. Disabling the adapters instead would also disable their gradients for a
@@ -103,7 +130,7 @@ def reference_scorer(
         return token_logprobs(head(), hidden, tokens, temperature)[0]
 
     options["gathered"] = gathered
-    return TokenScorer(read, "reference", "logprobs", model, token_budget, **options)
+    return TokenScorer(read, name, "logprobs", model, token_budget, **options)
 
 
 @torch.no_grad()

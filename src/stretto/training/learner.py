@@ -80,7 +80,7 @@ class PolicyLearner(Stateful):
         self.channel = channel or SharedChannel()
         self._reward_weights = reward_weights
         a = config.algorithm
-        self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
+        self._kl = AdaptiveKL(a.beta, a.kl_target, a.kl_horizon)
         self._agreement = Agreement(actor.dtype, config.training.ratio_tolerance)
         self._coarse = is_coarse(actor.dtype)
         self._version = 0
