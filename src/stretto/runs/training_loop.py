@@ -79,8 +79,8 @@ def train(
         critic = config.critic.model if config.algorithm.definition.critic else ""
         inputs.take_models(config.model, critic, config.reward.models, overrides, progress)
         for teacher in config.algorithm.teachers.values():
-            files = identity(teacher, config.model.trust_remote_code, progress)
-            inputs.take(f"algorithm.teacher = '{teacher}'", files)
+            weights = identity(teacher, config.model.trust_remote_code, progress)
+            inputs.take(f"algorithm.teacher = '{teacher}'", weights)
         overrides = replace(
             overrides,
             looks_at=partial(inputs.take_rows, config.task.name),
