@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from _held import HoldingRank, weight_bytes
 from _shared import parse
 from stretto.config import Config
+from stretto.models.heads import critic_from_actor
 from stretto.models.shapes import Shape
 from stretto.planner import memory_model
 from stretto.workers.group import RankGroup
@@ -52,7 +53,9 @@ def options() -> argparse.Namespace:
 
 
 def write_model(args: argparse.Namespace, number: int, folder: Path) -> int:
-    """Write the actor (0) or the model that the critic starts from (1). Return its bytes."""
+    """Write the actor (0) or the model that the critic starts from (1). Return the bytes of the
+    actor, or of the critic.
+    """
     torch.manual_seed(number)
     config = LlamaConfig(
         vocab_size=args.vocabulary,
@@ -65,7 +68,7 @@ def write_model(args: argparse.Namespace, number: int, folder: Path) -> int:
     )
     model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder)
-    return weight_bytes(model)
+    return weight_bytes(critic_from_actor(model) if number else model)
 
 
 def planned_bytes(args: argparse.Namespace) -> float:
