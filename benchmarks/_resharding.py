@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stretto.layout import Layout
+from stretto.models.layer_shards import divided_parameters
 from stretto.models.load import architecture
 from stretto.models.shards import FullParameter, index, shape
-from stretto.models.tensor_parallel import full_parameters, plan_cuts
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding
@@ -26,7 +26,7 @@ def wholes_named(name: str, tp: int) -> dict[str, FullParameter]:
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(architecture(name), dtype=torch.bfloat16)
-    return full_parameters(model, plan_cuts(model, tp).dims)
+    return divided_parameters(model, Layout(tp=tp))
 
 
 class Rank:

@@ -92,7 +92,7 @@ class MappedRank:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layer_shards, "fully_shard", look)
-            patch.setattr(role_services, "cut_linears", look)
+            patch.setattr(role_services, "slice_model", look)
             with pytest.raises(InterruptedError):
                 make()
         return seen[0]

@@ -10,8 +10,14 @@ import torch
 
 from helpers import llama
 from stretto.layout import Layout
-from stretto.models.shards import FullParameter, held_elements, index, overlap, within
-from stretto.models.tensor_parallel import full_parameters
+from stretto.models.shards import (
+    FullParameter,
+    full_parameters,
+    held_elements,
+    index,
+    overlap,
+    within,
+)
 from stretto.models.weights import fingerprint, fingerprint_of_parts
 
 FLOAT = torch.float32

@@ -34,7 +34,7 @@ from stretto.models.layer_shards import GatheredPasses, Grid
 from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_tensors
 from stretto.models.resolve import adapter_base, resolve
-from stretto.models.tensor_parallel import slices_of
+from stretto.models.shards import peers_of
 from stretto.models.weights import fingerprint_of
 from stretto.pipelines.executor.stages import Name
 from stretto.rollout.base import Engine, EngineSettings, StopStrings
@@ -199,9 +199,8 @@ class RoleFactory:
             fit = slots_within(model, config.longest, budget)
         except (EngineError, ModelError):  # the scorer will raise it
             return config.most_in_flight
-        slices, _ = slices_of(model)
-        if slices:  # free memory differs by rank, and all ranks must read the same rollouts
-            fit = slices.least(fit, device)
+        if peers := peers_of(model):  # free memory differs, and all must read the same rollouts
+            fit = peers.least(fit, device)
         if not fit:
             self._say(
                 f"no response of up to {config.longest} tokens fits into a scorer's share of free "

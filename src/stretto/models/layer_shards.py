@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -20,22 +20,25 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from stretto.bounds import shares
-from stretto.layout import Layout
+from stretto.layout import Layout, Owners
 from stretto.models.backend import backend_of
 from stretto.models.forward import decoder_layers
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import of_all_ranks
-from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
+from stretto.models.shards import FullParameter, full_parameters, of_all_ranks
+from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 
 T = TypeVar("T")
 
 
 class Root(nn.Module):
-    """The module that FSDP treats as the model, so that its forward pass can run anything."""
+    """The module that FSDP treats as the model, so that its forward pass can run anything.
+    Gradients of ``partial`` weights are sums over slices.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, partial: Collection[str]) -> None:
         super().__init__()
         self.model = model
+        self.partial = partial
 
     def forward(self, compute: Callable[[], T]) -> T:
         return compute()
@@ -47,12 +50,30 @@ class Root(nn.Module):
             cast(FSDPModule, self).reshard()
         return result
 
+    def reduce_gradients(self, *, on: bool) -> None:
+        """Switch the reduction of gradients after each pass. Without, FSDP accumulates them in
+        float32.
+        """
+        cast(FSDPModule, self).set_requires_gradient_sync(on)
 
-def divide(model: nn.Module, cuts: Cuts, grid: Grid, on_host: bool = False) -> Root:
+
+def divided_parameters(model: nn.Module, *owners: Owners) -> dict[str, FullParameter]:
+    """Return all parameters of a full model, which is cut as finely as one of these owners do."""
+    return full_parameters(model, plan_cuts(model, max(each.tp for each in owners)).dims)
+
+
+def slice_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Cut a model in place into slices for the ranks of a group."""
+    cut_linears(model, plan_cuts(model, dist.get_world_size(group)), Slices(group))
+
+
+def divide(model: nn.Module, grid: Grid, on_host: bool = False) -> Root:
     """Cut a model into slices and shard these, in place and layer by layer. Frozen shards may stay
-    ``on_host``. Return the module whose passes gather them.
+    ``on_host``. Return the module whose passes gather them. Raises ModelError if the model cannot
+    be cut into that many slices.
     """
-    root, dtype = Root(model), final_dtype(next(model.parameters()))
+    cuts = plan_cuts(model, grid.layout.tp)
+    root, dtype = Root(model, cuts.partial), final_dtype(next(model.parameters()))
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     for module in (*decoder_layers(model), root):
         if grid.slices:
@@ -77,6 +98,9 @@ def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, on_host: boo
     pinned = backend_of(torch.device(mesh.device_type)).pinned
     place = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
     fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=unsharded)
+    sharded = cast(FSDPModule, module)
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo's averages are sums in some versions
+    sharded.set_gradient_divide_factor(1.0)
 
     def converted(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor) or id(tensor) in before:
@@ -159,5 +183,4 @@ def frozen_shards(model: nn.Module, grid: Grid, *, on_host: bool = False) -> Gat
     """Freeze a model and divide it in place. Shards ``on_host`` are copied to the device layer by
     layer, as they are gathered.
     """
-    cuts = plan_cuts(model, grid.layout.tp)
-    return GatheredPasses(grid, divide(model.requires_grad_(False), cuts, grid, on_host).run)
+    return GatheredPasses(grid, divide(model.requires_grad_(False), grid, on_host).run)

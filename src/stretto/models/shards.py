@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.layout import Bounds
+from stretto.models.mapped import final_dtype
 
 T = TypeVar("T")
 
@@ -48,6 +49,77 @@ class FullParameter:
     dtype: torch.dtype
     dim: int | None = None
     by_rows: bool = True
+
+
+class Peers:
+    """The ranks that run a model's passes together, each with parts of its layers. Without
+    ``group`` the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum the ranks' tensors in place. A collective."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def least(self, count: int, device: torch.device) -> int:
+        """Return the minimum of the ranks' counts. A collective."""
+        counts = torch.tensor(count, device=device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
+        return int(counts)
+
+
+class PartialLayer(nn.Module):
+    """A layer of which each peer has a part. ``DIMS`` has its cut dimensions by parameter name."""
+
+    DIMS: ClassVar[Mapping[str, int]]
+    peers: Peers
+
+    @classmethod
+    def dims_of(cls, layer: nn.Module, name: str) -> dict[str, int]:
+        """Return the dimensions by full name. ``layer`` may be the undivided one."""
+        parameters = dict(layer.named_parameters(recurse=False))
+        return {f"{name}.{key}": dim for key, dim in cls.DIMS.items() if key in parameters}
+
+
+def peers_of(model: nn.Module) -> Peers | None:
+    """Return the ranks that run a model's passes together, if its layers are divided."""
+    layers = (module for module in model.modules() if isinstance(module, PartialLayer))
+    return next((layer.peers for layer in layers), None)
+
+
+def cut_dims(model: nn.Module) -> dict[str, int]:
+    """Return the dimensions along which a model's parameters are cut, by name."""
+    dims = dict[str, int]()
+    for name, module in model.named_modules():
+        if isinstance(module, PartialLayer):
+            dims |= module.dims_of(module, name)
+    return dims
+
+
+def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
+    """Return all parameters by name with their undivided shapes, cut along ``dims``. A learner's
+    ranks hold rows of parameters in the model's own type. Others, such as float32 adapters in a
+    bfloat16 model, are not divided.
+    """
+    peers, cut = peers_of(model), cut_dims(model)
+    dtype = final_dtype(next(model.parameters()))
+    full = {}
+    for name, parameter in model.named_parameters():
+        sizes = list(parameter.shape)
+        if peers and name in cut:
+            sizes[cut[name]] *= peers.size
+        parameter_dtype = final_dtype(parameter)
+        full[name] = FullParameter(
+            tuple(sizes), parameter_dtype, dims.get(name), by_rows=parameter_dtype == dtype
+        )
+    return full
 
 
 def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +22,7 @@ from stretto.errors import ModelError
 from stretto.layout import Layout
 from stretto.models.forward import backbone, text_config
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import FullParameter
+from stretto.models.shards import PartialLayer, Peers
 
 BY_OUTPUTS = "colwise"
 BY_INPUTS = "rowwise"
@@ -33,27 +32,10 @@ OF_HEADS = "replicated_with_grad_allreduce"
 REMEDY = "set tp = 1, and fsdp for the learner"
 
 
-class Slices:
-    """The ranks that hold slices of a model and its copies. Without ``group`` the default group."""
+class Slices(Peers):
+    """The ranks that hold slices of a model and its copies."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._shared: tuple[Tensor, Tensor] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
-        return self
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum the ranks' tensors in place. A collective."""
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def least(self, count: int, device: torch.device) -> int:
-        """Return the minimum of the ranks' counts. A collective."""
-        counts = torch.tensor(count, device=device)
-        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
-        return int(counts)
+    _shared: tuple[Tensor, Tensor] | None = None
 
     def shared(self, x: Tensor) -> Tensor:
         """Return x as an input common to all ranks. Its gradient is summed once for all layers."""
@@ -82,14 +64,14 @@ class Cuts:
     partial: frozenset[str] = frozenset()
 
 
-class _Linear(nn.Linear):
-    """A slice that replaces a linear layer. ``DIMS`` has its cut dimensions by parameter name."""
+class _Linear(PartialLayer, nn.Linear):
+    """A slice that replaces a linear layer."""
 
-    DIMS: ClassVar[Mapping[str, int]]
+    peers: Slices
 
     def __init__(self, whole: nn.Linear, slices: Slices) -> None:
         nn.Module.__init__(self)
-        self.slices = slices
+        self.peers = slices
         self.in_features, self.out_features = whole.in_features, whole.out_features
         for name, parameter in whole.named_parameters(recurse=False):
             dim = self.DIMS.get(name)
@@ -107,7 +89,7 @@ class ByOutputs(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs [..., out / ranks] for inputs [..., in]."""
-        return F.linear(self.slices.shared(x), self.weight, self.bias)
+        return F.linear(self.peers.shared(x), self.weight, self.bias)
 
 
 class ByInputs(_Linear):
@@ -118,7 +100,7 @@ class ByInputs(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs [..., out] for this rank's inputs [..., in / ranks]. A collective."""
         parts = F.linear(x, self.weight)
-        summed: Tensor = _Sum.apply(parts, self.slices)  # type: ignore[no-untyped-call]
+        summed: Tensor = _Sum.apply(parts, self.peers)  # type: ignore[no-untyped-call]
         return summed if self.bias is None else summed + self.bias
 
 
@@ -176,7 +158,8 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
         for linear in _linears(module, style, name):
             width = linear.out_features if style == BY_OUTPUTS else linear.in_features
             layout.require_divisor(width, f"features of '{name}'")
-            dims |= _dims(ByOutputs if style == BY_OUTPUTS else ByInputs, linear, names[id(linear)])
+            cut = ByOutputs if style == BY_OUTPUTS else ByInputs
+            dims |= cut.dims_of(linear, names[id(linear)])
     return Cuts(dims, frozenset(partial))
 
 
@@ -189,41 +172,6 @@ def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") 
             parent, _, key = name.rpartition(".")
             cut = ByInputs(linear, slices) if dim else ByOutputs(linear, slices)
             model.get_submodule(parent)._modules[key] = cut
-
-
-def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
-    """Return the ranks that hold slices of a model, if any, and its cut dimensions by name."""
-    slices: Slices | None = None
-    dims: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, _Linear):
-            slices = module.slices
-            dims |= _dims(type(module), module, name)
-    return slices, dims
-
-
-def _dims(cut: type[_Linear], linear: nn.Linear, name: str) -> dict[str, int]:
-    parameters = dict(linear.named_parameters(recurse=False))
-    return {f"{name}.{key}": dim for key, dim in cut.DIMS.items() if key in parameters}
-
-
-def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
-    """Return all parameters by name with their undivided shapes, cut along ``dims``. A learner's
-    ranks hold rows of parameters in the model's own type. Others, such as float32 adapters in a
-    bfloat16 model, are not divided.
-    """
-    slices, cut = slices_of(model)
-    dtype = final_dtype(next(model.parameters()))
-    full = {}
-    for name, parameter in model.named_parameters():
-        sizes = list(parameter.shape)
-        if slices and name in cut:
-            sizes[cut[name]] *= slices.size
-        parameter_dtype = final_dtype(parameter)
-        full[name] = FullParameter(
-            tuple(sizes), parameter_dtype, dims.get(name), by_rows=parameter_dtype == dtype
-        )
-    return full
 
 
 def _check_between(model: nn.Module, planned: Sequence[str]) -> None:

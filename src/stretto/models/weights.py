@@ -6,7 +6,6 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 from typing import TypeVar
@@ -18,8 +17,14 @@ from torch import Tensor, nn
 from stretto.errors import EngineError, ModelError
 from stretto.layout import Bounds, Layout
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import FullParameter, TensorPart, held_elements
-from stretto.models.tensor_parallel import full_parameters, slices_of
+from stretto.models.shards import (
+    FullParameter,
+    TensorPart,
+    cut_dims,
+    full_parameters,
+    held_elements,
+    peers_of,
+)
 from stretto.types import WeightsRef
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,13 +119,12 @@ def fingerprint_of_parts(
 def fingerprint_of(model: nn.Module) -> str:
     """Return the :func:`fingerprint` of a model's parameters. A collective for a sliced model."""
     parameters = dict(model.named_parameters())
-    slices, dims = slices_of(model)
-    if slices is None:
+    peers = peers_of(model)
+    if peers is None:
         return fingerprint(parameters.items())
-    full = full_parameters(model, dims)
-    undivided = {name: replace(parameter, by_rows=False) for name, parameter in full.items()}
-    own_bounds = Layout(tp=slices.size).own(undivided, slices.rank)
-    return fingerprint_of_parts(full, parameters, own_bounds, slices.sum_)
+    full = full_parameters(model, cut_dims(model))
+    own_bounds = Layout.independent(peers.size).own(full, peers.rank)
+    return fingerprint_of_parts(full, parameters, own_bounds, peers.sum_)
 
 
 def _hash(heads: Sequence[str], spread: Sequence[Tensor]) -> str:

@@ -26,7 +26,7 @@ from stretto.models.cached import RowCache, SlotCache
 from stretto.models.devices import PackedLinears
 from stretto.models.forward import backbone, plain_states, positions, unwrapped
 from stretto.models.lora import FusedAdapters
-from stretto.models.tensor_parallel import slices_of
+from stretto.models.shards import peers_of
 from stretto.models.weights import load_weights
 from stretto.rollout.base import CPU, Engine, EngineSettings
 from stretto.rollout.drafts import DraftModel, PromptLookup, Proposer, SpeculativeDecoding
@@ -79,7 +79,7 @@ class TorchEngine(Engine):
         config = settings.rollout
         self._probe: ModelPass | None = None
         self.device = next(model.parameters()).device
-        self._sliced = slices_of(model)[0] is not None
+        self._sliced = peers_of(model) is not None
         self._pass, self._steps = decoder(model, SlotCache(0), config)
         # Growth of the cache would drop all graphs, and needs memory for both caches.
         self._graphed = isinstance(self._steps, GraphedDecode)

@@ -22,11 +22,11 @@ from stretto.errors import EngineError
 from stretto.layout import Layout, Owners
 from stretto.models.backend import pick_device
 from stretto.models.forward import unwrapped
+from stretto.models.layer_shards import divided_parameters, slice_model
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
 from stretto.models.shards import FullParameter
-from stretto.models.tensor_parallel import Slices, cut_linears, full_parameters, plan_cuts
 from stretto.pipelines.executor.stages import StageOwners, layout_of
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
@@ -304,7 +304,7 @@ def generator(setup: RoleSetup, name: str, probe: IntArray) -> GeneratorService:
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
     """Make a receiver of the unsharded trained weights of a model like this one."""
     theirs = _owners(model, setup.config)
-    wholes = _trained_wholes(model, theirs.tp)
+    wholes = _trained_wholes(model, theirs)
     return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(setup.config.model.device),
@@ -315,23 +315,19 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
     """Shard a model in place if there are several ranks, and make the receiver of its weights."""
-    theirs, slices = _owners(model, setup.config), len(setup.ranks)
-    wholes = _trained_wholes(model, max(theirs.tp, slices))
+    theirs, slices = _owners(model, setup.config), Layout.independent(len(setup.ranks))
+    wholes = _trained_wholes(model, theirs, slices)
     cut(model, setup)
     device, bucket_bytes = next(model.parameters()).device, setup.config.cluster.bucket_mb << 20
     if SENDER in setup.shared:
-        copies = Layout(dp=dist.get_world_size() // slices, tp=slices)
+        copies = replace(slices, dp=dist.get_world_size() // slices.ranks)
         return Resharding(setup.shared[SENDER], wholes, theirs, copies, bucket_bytes, device)
-    local_layout = Layout(tp=slices)
-    bounds = {
-        n: local_layout.bounds(replace(w, by_rows=False), setup.rank) for n, w in wholes.items()
-    }
     return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in wholes},
         device,
         bucket_bytes,
         [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
-        bounds,
+        {name: slices.bounds(parameter, setup.rank) for name, parameter in wholes.items()},
     )
 
 
@@ -343,16 +339,15 @@ def _owners(model: nn.Module, config: Config) -> Owners:
     return StageOwners.of(model, "actor" if is_actor else "critic", layout_of(config.pipeline))
 
 
-def _trained_wholes(model: nn.Module, tp: int) -> dict[str, FullParameter]:
-    trained, wholes = trained_names(model), full_parameters(model, plan_cuts(model, tp).dims)
+def _trained_wholes(model: nn.Module, *owners: Owners) -> dict[str, FullParameter]:
+    trained, wholes = trained_names(model), divided_parameters(model, *owners)
     return {name: parameter for name, parameter in wholes.items() if name in trained}
 
 
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
     """Shard a model in place, on the setup's device, if there are several ranks."""
-    ranks = len(setup.ranks)
-    if ranks > 1:
-        cut_linears(model, plan_cuts(model, ranks), Slices(setup.group()))
+    if len(setup.ranks) > 1:
+        slice_model(model, setup.group())
         take(model, pick_device(setup.config.model.device))
     return model
 

@@ -24,7 +24,7 @@ from stretto.errors import EngineError, ModelError, first_line, is_out_of_memory
 from stretto.models.cached import CachedPass, SlotCache, check_cache
 from stretto.models.forward import by_token_budget, following_frequencies, predicting
 from stretto.models.layer_shards import GatheredPasses, computed
-from stretto.models.tensor_parallel import slices_of
+from stretto.models.shards import peers_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
 from stretto.scoring.response_buffer import ResponseScorer, worthwhile_tokens
@@ -168,7 +168,7 @@ class ModelScorer(ResponseScorer):
             return
         except RuntimeError as error:
             # Ranks that hold slices must stay in step, so the role is replaced.
-            if not is_out_of_memory(error) or slices_of(self.model)[0] is not None:
+            if not is_out_of_memory(error) or peers_of(self.model):
                 raise
             reason = first_line(error)
         # Outside the handler, because the error's traceback keeps the pass's memory.
@@ -205,7 +205,8 @@ class ModelScorer(ResponseScorer):
         """Divide sequences into this rank's passes within the budget. Returns their indices."""
         if self._gathered is None:
             return by_token_budget(lengths, self._budget)
-        per_row = ceil_div(sum(lengths), self._gathered.grid.layout.fsdp)  # so that all have a pass
+        rows = self._gathered.grid.layout.data_parallel
+        per_row = ceil_div(sum(lengths), rows)  # so that all have a pass
         return self._gathered.share(by_token_budget(lengths, min(self._budget, per_row)))
 
     def _compute(self, work: Callable[[], Tensor]) -> Tensor:

@@ -24,8 +24,7 @@ from stretto.config import Config, PipelineConfig
 from stretto.config.training_config import token_budget
 from stretto.models.forward import by_token_budget
 from stretto.models.mapped import take
-from stretto.models.shards import of_all_ranks
-from stretto.models.tensor_parallel import full_parameters, plan_cuts
+from stretto.models.shards import full_parameters, of_all_ranks
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork, join_slices
 from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
@@ -194,11 +193,10 @@ def make(
     gloo_group = dist.new_group(backend="gloo")
     divisions, stages = dict[Name, Division](), dict[Name, Stage]()
     for name, model in full.items():
-        cuts = plan_cuts(model, layout.tp(name))
-        wholes = full_parameters(model, cuts.dims)
+        wholes = full_parameters(model, owners[name].cuts.dims)
         divisions[name] = Division(model, wholes, owners[name], gloo_group)
         stage = cut(model, p.stages_of(name), layout.place(name, rank)[1])
-        slice_stage(stage, cuts, join_slices(layout, name, rank))
+        slice_stage(stage, owners[name].cuts, join_slices(layout, name, rank))
         stages[name] = take(stage, device)
     executor = PipelineExecutor(stages["actor"], stages["critic"], layout, device)
     models = {

@@ -1,8 +1,8 @@
 """Training over several ranks, each of which holds a shard of every weight.
 
-A model is first cut into slices (tensor parallelism; see :mod:`stretto.models.tensor_parallel`).
-Then the rows of each slice are sharded over its ranks (FSDP2). All ranks have the same learner, and
-get the same calls with the same batches (SPMD). Each rank computes quantities of the full batch
+A model is first cut into slices, and then the rows of each slice are sharded over its ranks
+(:mod:`stretto.models.layer_shards`). All ranks have the same learner, and get the same calls with
+the same batches (SPMD). Each rank computes quantities of the full batch
 (advantages, weights of tokens) itself. The ranks of a slice share the passes, equally many each.
 Gradients are summed over these ranks, as the losses' denominators count over the full mini-batch.
 Shards of trained weights are in float32 and are the masters. Passes compute in the model's own
@@ -24,7 +24,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.algorithms.reductions import Metrics
@@ -32,11 +31,10 @@ from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget, head_reader, unwrapped
-from stretto.models.layer_shards import Grid, divide
+from stretto.models.layer_shards import Grid, divide, divided_parameters
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import index, of_all_ranks
-from stretto.models.tensor_parallel import Slices, full_parameters, plan_cuts
+from stretto.models.shards import Peers, index, of_all_ranks
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.divided import DividedModel, Division
 from stretto.training.losses import Losses, MicroBatch
@@ -63,8 +61,7 @@ class ShardedModel(DividedModel):
     Parameters of another type than the model's stay undivided on every rank of a slice. If weights
     are left in files (:mod:`stretto.models.mapped`), no rank holds more than its own part and about
     one layer of its slice. With ``lends`` it publishes the shards themselves, as their readers are
-    done before they change. Otherwise it publishes copies. Raises ModelError if the model cannot
-    be cut into that many slices.
+    done before they change. Otherwise it publishes copies. Raises as :func:`divide` does.
     """
 
     def __init__(
@@ -82,15 +79,9 @@ class ShardedModel(DividedModel):
         self._head: Callable[[], OutputHead] | None = None
         if unwrapped(model).get_output_embeddings() is not None:
             self._head = head_reader(model)
-        cuts = plan_cuts(model, grid.layout.tp)
-        wholes = full_parameters(model, cuts.dims)
+        wholes = divided_parameters(model, grid.layout)
         division = Division(model, wholes, grid.layout, grid.beside)
-        self._partial = cuts.partial  # weights whose gradients are sums over slices
-        self._root = divide(model, cuts, grid)
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):  # gloo's averages are sums in some versions
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+        self._root = divide(model, grid)
         # During a pass, the model holds full slices in place of these parameters.
         self.parameters = dict(model.named_parameters())
         super().__init__(model, division, rate, config)
@@ -111,8 +102,7 @@ class ShardedModel(DividedModel):
         return self._root.run(work)
 
     def before_pass(self, *, last: bool) -> None:
-        # FSDP accumulates the gradients of passes that it does not reduce in float32.
-        cast(FSDPModule, self._root).set_requires_gradient_sync(last or not self._reduces_once)
+        self._root.reduce_gradients(on=last or not self._reduces_once)
 
     def _may_reduce_once(self) -> bool:
         """Return whether all ranks have spare memory for the gradients of their full slice. A
@@ -140,7 +130,7 @@ class ShardedModel(DividedModel):
     ) -> Tensor:
         tokens = [r.total_tokens for r in responses]
         count = len(by_token_budget(tokens, token_budget(budget, self.device)))
-        groups = divided(tokens, count, self.grid.layout.fsdp)
+        groups = divided(tokens, count, self.grid.layout.data_parallel)
         logprobs = torch.zeros(mask.shape)
         for rows in self.grid.share(groups):
             read = [responses[row] for row in rows or groups[0]]  # any rows if this rank has none
@@ -167,7 +157,7 @@ class ShardedModel(DividedModel):
         return norm
 
     @torch.no_grad()
-    def _align(self, slices: Slices) -> None:
+    def _align(self, slices: Peers) -> None:
         """Compare the undivided weights, such as embeddings, that each slice's optimizer updates.
         Where they differ, all ranks take the first one's. A collective.
         """
@@ -217,7 +207,7 @@ class ShardedModel(DividedModel):
         for example with experts.
         """
         for name, master in zip(self._names, self._masters, strict=True):
-            if self.grid.slices and name in self._partial and master.grad is not None:
+            if self.grid.slices and name in self._root.partial and master.grad is not None:
                 self.grid.slices.sum_(master.grad)
         pairs = zip(self._weights, self._masters, strict=True)
         undivided = [master for weight, master in pairs if not isinstance(weight, DTensor)]
@@ -271,7 +261,8 @@ class ShardedBackprop(LocalBackprop):
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        return divided(tokens, len(by_token_budget(tokens, self._budget)), self._grid.layout.fsdp)
+        count = len(by_token_budget(tokens, self._budget))
+        return divided(tokens, count, self._grid.layout.data_parallel)
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from stretto.bounds import shares
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
-from stretto.layout import Layout
 from stretto.models.forward import (
     by_token_budget,
     inputs,
@@ -62,7 +61,7 @@ class StageModel(DividedModel):
         layout = executor.layout
         self.name = name
         self._executor = executor
-        self._slices = Layout(tp=layout.tp(name))
+        self._slices = layout.slices(name)
         self._column = layout.column(name, executor.rank)
         self._rank_of = cast(StageOwners, division.owners).rank_of
         # In a partly frozen model, this stage may have nothing to train.

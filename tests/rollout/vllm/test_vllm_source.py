@@ -15,8 +15,7 @@ from helpers import llama
 from stretto.config import ModelConfig
 from stretto.layout import Layout
 from stretto.models.lora import add_lora, trained_names
-from stretto.models.shards import TensorPart, index
-from stretto.models.tensor_parallel import full_parameters
+from stretto.models.shards import TensorPart, full_parameters, index
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.vllm.vllm_engine import source_of
 from stretto.weights.buckets import BucketPlan

@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from stretto.bounds import shares
 from stretto.errors import ConfigError
-from stretto.models.tensor_parallel import Slices
 from stretto.pipelines.executor.instructions import (
     PipelineTask,
     Receive,
@@ -334,20 +333,21 @@ def _groups(layout: StageLayout, rank: int) -> tuple[_Groups, _Groups]:
     same, ends = _Groups(), _Groups()
     for name in NAMES:
         stages, _ = layout.of(name)
-        for column in range(layout.tp(name)):
-            for stage in range(stages):
-                _join(same, name, layout.alike(name, [stage], column), rank)
-            _join(ends, name, layout.alike(name, {0, stages - 1}, column), rank)
+        for stage in range(stages):
+            for ranks in layout.alike(name, {stage}):
+                _join(same, name, ranks, rank)
+        for ranks in layout.alike(name, {0, stages - 1}):
+            _join(ends, name, ranks, rank)
     return same, ends
 
 
-def join_slices(layout: StageLayout, name: Name, rank: int) -> Slices | None:
+def join_slices(layout: StageLayout, name: Name, rank: int) -> dist.ProcessGroup | None:
     """Make the groups of ranks that hold the slices of a stage, on all ranks at once. Return this
     rank's, or ``None`` if a model is not sliced."""
-    groups, tp = _Groups(), layout.tp(name)
-    for first in range(0, layout.ranks, tp):
-        _join(groups, name, [*range(first, first + tp)], rank)
-    return Slices(groups[name]) if name in groups else None
+    groups = _Groups()
+    for ranks in layout.sliced_over(name):
+        _join(groups, name, ranks, rank)
+    return groups.get(name)
 
 
 def _join(groups: _Groups, name: Name, ranks: list[int], rank: int) -> None:

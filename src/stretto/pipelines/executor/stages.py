@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, cast
@@ -27,7 +27,7 @@ from stretto.models import attention
 from stretto.models.forward import backbone, output_head, plain_states, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
-from stretto.models.tensor_parallel import Cuts, Slices, cut_linears
+from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
 from stretto.models.weights import with_own_structure
 from stretto.pipelines.problem import Problem
 
@@ -281,6 +281,10 @@ class StageLayout:
     def tp(self, name: Name) -> int:
         return self.actor_tp if name == "actor" else self.critic_tp
 
+    def slices(self, name: Name) -> Layout:
+        """Return the layout of the ranks that hold the slices of a stage."""
+        return Layout(tp=self.tp(name))
+
     def merged(self, name: Name) -> int:
         """Return the consecutive stages of a model in a slot."""
         return self.slot_size // self.tp(name)
@@ -319,11 +323,17 @@ class StageLayout:
         column, replica = self.column(name, rank), self.replica(rank)
         return self.rank(name, pipeline, stage + step, column, replica)
 
-    def alike(self, name: Name, stages: Iterable[int], column: int) -> list[int]:
-        """Return the ranks of all pipelines that hold a slice of these stages, in order."""
+    def alike(self, name: Name, stages: Collection[int]) -> Iterator[list[int]]:
+        """Yield for each slice of these stages the ranks of all pipelines that hold it."""
         pipelines, replicas = range(self.of(name)[1]), range(self.replicas)
-        places = product(pipelines, stages, replicas)
-        return sorted(self.rank(name, p, stage, column, replica) for p, stage, replica in places)
+        for column in range(self.tp(name)):
+            places = product(pipelines, stages, replicas)
+            yield sorted(self.rank(name, p, stage, column, copy) for p, stage, copy in places)
+
+    def sliced_over(self, name: Name) -> Iterator[list[int]]:
+        """Yield the ranks that hold the slices of a stage, for each stage and copy."""
+        for first in range(0, self.ranks, self.tp(name)):
+            yield [*range(first, first + self.tp(name))]
 
     def _described(self, name: Name) -> str:
         stages, pipelines = self.of(name)
@@ -353,25 +363,29 @@ def layout_of(config: PipelineConfig) -> StageLayout:
     return StageLayout(*actor, *critic, *config.stage_slices, config.replicas)
 
 
-def slice_stage(stage: Stage, cuts: Cuts, slices: Slices | None) -> None:
-    """Keep a rank's slices of a stage's linear layers. ``cuts`` are of the full model."""
-    if slices is None:
+def slice_stage(stage: Stage, cuts: Cuts, group: dist.ProcessGroup | None) -> None:
+    """Keep a rank's slices of a stage's linear layers, which a group holds. ``cuts`` are of the
+    full model.
+    """
+    if group is None:
         return
-    stage.slices, stage.cuts = slices, cuts
+    stage.slices, stage.cuts = Slices(group), cuts
     dims = {local: cuts.dims[n] for local, n in stage.names.items() if n in cuts.dims}
-    cut_linears(stage, Cuts(dims), slices)
+    cut_linears(stage, Cuts(dims), stage.slices)
 
 
 @dataclass(frozen=True, slots=True)
 class StageOwners:
     """The ranks that update, send and save the parameters of a model in stages. Copies of a stage,
     in other pipelines and replicas, share its parameters among themselves. Parameters of no stage,
-    which are frozen, are the first stage's. ``holders`` has the stage and the copy of each one.
+    which are frozen, are the first stage's. ``holders`` has the stage and the copy of each one, and
+    ``cuts`` are those of the full model.
     """
 
     name: Name
     layout: StageLayout
     holders: Mapping[str, tuple[int, int]]
+    cuts: Cuts
 
     @classmethod
     def of(cls, model: nn.Module, name: Name, layout: StageLayout) -> StageOwners:
@@ -389,7 +403,7 @@ class StageOwners:
             copy = of_copies.index(min(of_copies))
             of_copies[copy] += sizes[parameter]
             holders[parameter] = stage_of[parameter], copy
-        return cls(name, layout, holders)
+        return cls(name, layout, holders, plan_cuts(model, layout.tp(name)))
 
     @property
     def ranks(self) -> int:
@@ -407,7 +421,7 @@ class StageOwners:
 
     def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
         """Return the parts of parameters that a rank owns."""
-        slices, column = Layout(tp=self.tp), self.layout.column(self.name, rank)
+        slices, column = self.layout.slices(self.name), self.layout.column(self.name, rank)
         owned = (n for n in full if self.rank_of(n, column) == rank)
         bounds = {name: slices.first(full[name], column) for name in owned}
         return {name: box for name, box in bounds.items() if box is not None}
