@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stretto.layout import Layout
+from stretto.layout import FullParameter, Layout
 from stretto.models.layer_shards import divided_parameters
 from stretto.models.load import architecture
-from stretto.models.shards import FullParameter, index, shape
+from stretto.models.shards import index, shape
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding

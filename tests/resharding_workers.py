@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.layout import Layout
-from stretto.models.shards import FullParameter, index, shape
+from stretto.layout import FullParameter, Layout
+from stretto.models.shards import index, shape
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding

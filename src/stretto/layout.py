@@ -9,11 +9,14 @@ the transfers of a weight sync.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, Self
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from stretto.bounds import ceil_div
 from stretto.errors import ConfigError, ModelError, RuleError
+
+if TYPE_CHECKING:
+    import torch
 
 Bounds = tuple[tuple[int, int], ...]
 """A part of a tensor: (start, end) in each dimension."""
@@ -25,39 +28,14 @@ UNCUTTABLE = ("tp-divides", "no-tp-plan")
 """Codes of the errors of models that slices do not divide."""
 
 
-class Divisible(Protocol):
+@dataclass(frozen=True, slots=True)
+class FullParameter:
     """A parameter before it is divided, and how it may be divided."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its full shape."""
-
-    @property
-    def dim(self) -> int | None:
-        """The dimension that tensor parallelism cuts, if any."""
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether shards hold rows of it."""
-
-
-class Decoder(Protocol):
-    """The sizes of a decoder to divide."""
-
-    @property
-    def layers(self) -> float:
-        """Their number."""
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values."""
-
-    def cuts_into(self, slices: int) -> bool:
-        """Whether slices divide its heads."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = None  # that slices cut
+    by_rows: bool = True  # shards hold rows of it
 
 
 class Owners(Protocol):
@@ -71,8 +49,11 @@ class Owners(Protocol):
     def tp(self) -> int:
         """The number of slices of linear layers."""
 
-    def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
-        """Return the parts of parameters that a rank is the first to hold."""
+    def bounds(self, full: FullParameter, rank: int) -> Bounds:
+        """Return the part of a parameter that a rank holds, if its stage has it."""
+
+    def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
+        """Return the parts of parameters that a rank is the first to hold, unless empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +70,7 @@ class Layout:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in self._sizes.items():
+        for name, size in asdict(self).items():
             if size < 1:
                 problem = f"a layout with {name} = {size}: each number is 1 or more"
                 raise RuleError(problem, "empty-layout")
@@ -119,15 +100,8 @@ class Layout:
         return replace(self, dp=1)
 
     @property
-    def holds_whole(self) -> bool:
-        """Whether each rank holds a full model."""
-        return self.ranks == self.dp
-
-    @property
     def gathers(self) -> bool:
-        """Whether ranks gather weights for each pass, so that they must run all passes together.
-        Such a scorer does not stream.
-        """
+        """Whether ranks gather weights for each pass, so that all must run it at the same time."""
         return self.fsdp > 1
 
     @property
@@ -155,18 +129,18 @@ class Layout:
         """The number of groups in which a rank exchanges data within a copy."""
         return sum(size > 1 for size in (self.pp, self.fsdp, self.tp))
 
-    def divides(self, model: Decoder) -> bool:
-        """Whether ranks get equal parts of a model's heads."""
-        return model.cuts_into(self.tp)
+    def divides(self, *counts: int) -> bool:
+        """Whether ranks get equal parts of so many heads or features."""
+        return not any(count % self.tp for count in counts)
 
-    def check(self, model: Decoder, node: int) -> None:
+    def check(self, layers: float, heads: int, kv_heads: int, node: int) -> None:
         """Raise ConfigError if ranks cannot divide a model on nodes of so many GPUs."""
-        if self.pp > model.layers:
-            subject = f"{self.pp} pipeline stages of a model with {model.layers} layers"
+        if self.pp > layers:
+            subject = f"{self.pp} pipeline stages of a model with {layers} layers"
             raise ConfigError(f"{subject}: give each stage one or more", "too-many-stages")
-        if not self.divides(model):
-            heads = f"{model.heads} heads, {model.kv_heads} of keys and values"
-            problem = f"tensor parallelism {self.tp} does not divide {heads}"
+        if not self.divides(heads, kv_heads):
+            subject = f"{heads} heads, {kv_heads} of keys and values"
+            problem = f"tensor parallelism {self.tp} does not divide {subject}"
             raise ConfigError(problem, "heads-not-divided")
         if self.tp > node:
             subject = f"tensor parallelism {self.tp} on nodes of {node} GPUs"
@@ -174,15 +148,15 @@ class Layout:
 
     def require_divisor(self, count: int, what: str) -> None:
         """Raise ModelError if a number of heads or features cannot be divided."""
-        if count % self.tp:
+        if not self.divides(count):
             raise ModelError(
                 f"tp = {self.tp} does not divide the {count} {what}; choose a divisor, with more "
                 "shards (fsdp) or copies (dp; those of a generator are rollout.engines)",
                 "tp-divides",
             )
 
-    def bounds(self, full: Divisible, rank: int) -> Bounds:
-        """Return the part of a parameter that a rank holds, if its stage has it."""
+    def bounds(self, full: FullParameter, rank: int) -> Bounds:
+        """Return the part that a rank holds. Its stage must have the parameter."""
         part = [*full_bounds(full.shape)]
         if full.dim is not None:
             size, column = full.shape[full.dim] // self.tp, rank % self.tp
@@ -194,25 +168,26 @@ class Layout:
             part[0] = (min(first, end), min(first + chunk, end))
         return tuple(part)
 
-    def first(self, full: Divisible, rank: int) -> Bounds | None:
-        """Return the part that this rank is the first to hold. ``None`` if it is empty or none."""
+    def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
+        """Return the parts that no earlier rank holds."""
         row, column = divmod(rank, self.tp)
         copy, shard = divmod(row, self.fsdp)
-        first = not copy and (full.dim is not None or not column) and (full.by_rows or not shard)
-        bounds = self.bounds(full, rank)
-        return bounds if first and all(start < end for start, end in bounds) else None
-
-    def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
-        bounds_by_name = {name: self.first(parameter, rank) for name, parameter in full.items()}
-        return {name: bounds for name, bounds in bounds_by_name.items() if bounds is not None}
+        bounds = {
+            name: self.bounds(parameter, rank)
+            for name, parameter in full.items()
+            if not copy and (parameter.dim is not None or not column)
+            if parameter.by_rows or not shard
+        }
+        return {name: box for name, box in bounds.items() if all(start < end for start, end in box)}
 
     @property
-    def _sizes(self) -> dict[str, int]:
-        return {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, "tp": self.tp}
+    def settings(self) -> dict[str, int]:
+        """Its numbers above 1."""
+        return {name: size for name, size in asdict(self).items() if size > 1}
 
     def __str__(self) -> str:
-        """Return its numbers above 1, as in settings: ``{ fsdp = 4, tp = 2 }``."""
-        parts = [f"{name} = {size}" for name, size in self._sizes.items() if size > 1]
+        """Return it as in settings: ``{ fsdp = 4, tp = 2 }``."""
+        parts = [f"{name} = {size}" for name, size in self.settings.items()]
         return f"{{ {', '.join(parts) or 'dp = 1'} }}"
 
 

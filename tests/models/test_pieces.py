@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from helpers import llama
-from stretto.layout import Layout
-from stretto.models.shards import (
-    FullParameter,
-    full_parameters,
-    held_elements,
-    index,
-    overlap,
-    within,
-)
+from stretto.layout import Bounds, FullParameter, Layout
+from stretto.models.shards import full_parameters, held_elements, index, overlap, within
 from stretto.models.weights import fingerprint, fingerprint_of_parts
 
 FLOAT = torch.float32
@@ -50,14 +43,17 @@ def test_the_last_ranks_may_have_no_rows() -> None:
 
 def test_the_first_of_those_that_hold_the_same_owns_it() -> None:
     layout = Layout(fsdp=2, tp=2)
-    ranks = range(4)
+
+    def owned(full: FullParameter) -> list[Bounds | None]:
+        return [layout.own({"a": full}, rank).get("a") for rank in range(4)]
+
     rows = ((0, 2),), ((2, 4),)
     by_rows = FullParameter((4,), FLOAT)
-    assert [layout.first(by_rows, r) for r in ranks] == [rows[0], None, rows[1], None]
+    assert owned(by_rows) == [rows[0], None, rows[1], None]
     alone = FullParameter((4,), FLOAT, by_rows=False)
-    assert [layout.first(alone, r) for r in ranks] == [((0, 4),), None, None, None]
+    assert owned(alone) == [((0, 4),), None, None, None]
     cut = FullParameter((4,), FLOAT, dim=0, by_rows=False)
-    assert [layout.first(cut, r) for r in ranks] == [*rows, None, None]
+    assert owned(cut) == [*rows, None, None]
 
 
 @pytest.mark.parametrize(

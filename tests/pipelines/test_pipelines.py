@@ -303,9 +303,7 @@ class TestProblem:
         assert problem.actor.forward == (round(15 * 24 * 6656**2 * 1000 / 8e8),) * 4
         assert problem.critic.forward == (round(10 * 24 * 5120**2 * 1000 / 4e8),) * 2
         with raises(ConfigError, "tensor-parallelism-not-multiple", 8, 3):
-            make_problem(
-                actor, replace(critic, tensor_parallel=3), micro_batches=8, tokens=1, teraflops=1
-            )
+            make_problem(actor, replace(critic, devices=3), micro_batches=8, tokens=1, teraflops=1)
         with raises(ConfigError, "micro-batches-not-divisible", "take a multiple of 2"):
             make_problem(actor, critic, micro_batches=7, tokens=1000, teraflops=100.0)
         with raises(ConfigError, "not-a-shape", "'12'"):

@@ -40,7 +40,6 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
-from stretto.layout import Layout
 from stretto.machine import usable_cores
 from stretto.trl import arguments
 from stretto.trl.arguments import OPTIMIZERS
@@ -364,7 +363,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"use_vllm": True, "vllm_tensor_parallel_size": 2},
         "cluster.processes",
-        (ProcessConfig(roles=("generator",), ranks=2, layout={"generator": Layout(tp=2)}),),
+        (ProcessConfig(roles=("generator",), ranks=2),),
     ),
     ({"vllm_gpu_memory_utilization": 0.5}, "rollout.engine", "auto"),
 ]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from resharding_workers import WHOLES, Resharder, tensors
-from stretto.layout import Layout
-from stretto.models.shards import FullParameter, index
+from stretto.layout import FullParameter, Layout
+from stretto.models.shards import index
 from stretto.weights.resharding import transfers
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec

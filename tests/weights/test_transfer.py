@@ -23,8 +23,8 @@ from torch import Tensor
 
 from raising import raises
 from stretto.errors import EngineError, TransferError
-from stretto.layout import Layout
-from stretto.models.shards import FullParameter, index
+from stretto.layout import FullParameter, Layout
+from stretto.models.shards import index
 from stretto.types import WeightsRef
 from stretto.weights import transfer
 from stretto.weights.broadcast import WeightReceiver, WeightSender

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -238,7 +238,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
 
 def _process(ranks: int, layouts: Mapping[str, Layout]) -> dict[str, Any]:
     """Return the entry of ranks that hold roles by these layouts."""
-    sizes = {role: {n: s for n, s in asdict(on).items() if s > 1} for role, on in layouts.items()}
+    sizes = {role: layout.settings for role, layout in layouts.items()}
     entry: dict[str, Any] = {"roles": list(layouts), "ranks": ranks}
     return {**entry, "layout": sizes} if ranks > 1 else entry
 

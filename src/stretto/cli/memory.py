@@ -37,7 +37,8 @@ def command_memory(
     """
     options = GpuOptions(**on_gpus)
     if not options.gpus:
-        options.require_default()
+        if options_of_gpus := options.beyond(GpuOptions()):
+            raise ConfigError(f"{options_of_gpus} needs GPUs: add --gpus", "gpus-missing")
         print(format_plan(memory_plan(*_parameters(model, lora_rank, lora_targets))))
         return
     if lora_rank:

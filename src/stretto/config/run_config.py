@@ -265,7 +265,7 @@ class Config(Section):
 
     def _process_rules(self, broken: Rules) -> None:
         multi_rank = [p for p in self.cluster.processes if p.ranks > 1]
-        sliced = [layout for layout in self.generator_layouts if not layout.holds_whole]
+        sliced = [layout for layout in self.generator_layouts if layout.per_copy.ranks > 1]
         broken["draft-in-slices"] = (sliced and self.rollout.speculative_model) and (
             "rollout.engine_args: speculative_model proposes tokens to an engine that is whole on "
             f"one device, and cluster.processes cuts it by layout.generator = {sliced[0]}; leave "

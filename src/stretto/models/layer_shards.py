@@ -20,11 +20,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from stretto.bounds import shares
-from stretto.layout import Layout, Owners
+from stretto.layout import FullParameter, Layout, Owners
 from stretto.models.backend import backend_of
 from stretto.models.forward import decoder_layers
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import FullParameter, full_parameters, of_all_ranks
+from stretto.models.shards import full_parameters, of_all_ranks
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 
 T = TypeVar("T")
@@ -34,6 +34,9 @@ class Root(nn.Module):
     """The module that FSDP treats as the model, so that its forward pass can run anything.
     Gradients of ``partial`` weights are sums over slices.
     """
+
+    reshard: Callable[[], None]
+    set_requires_gradient_sync: Callable[[bool], None]  # both by FSDP
 
     def __init__(self, model: nn.Module, partial: Collection[str]) -> None:
         super().__init__()
@@ -47,19 +50,13 @@ class Root(nn.Module):
         """Run passes with gathered weights."""
         result: T = self(compute)
         if not torch.is_grad_enabled():  # else the backward pass does this
-            cast(FSDPModule, self).reshard()
+            self.reshard()
         return result
-
-    def reduce_gradients(self, *, on: bool) -> None:
-        """Switch the reduction of gradients after each pass. Without, FSDP accumulates them in
-        float32.
-        """
-        cast(FSDPModule, self).set_requires_gradient_sync(on)
 
 
 def divided_parameters(model: nn.Module, *owners: Owners) -> dict[str, FullParameter]:
     """Return all parameters of a full model, which is cut as finely as one of these owners do."""
-    return full_parameters(model, plan_cuts(model, max(each.tp for each in owners)).dims)
+    return full_parameters(model, plan_cuts(model, max(owner.tp for owner in owners)).dims)
 
 
 def slice_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:

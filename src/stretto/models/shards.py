@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.layout import Bounds
+from stretto.layout import Bounds, FullParameter
 from stretto.models.mapped import final_dtype
 
 T = TypeVar("T")
@@ -34,21 +34,6 @@ class TensorShard:
     tensor: Tensor
     shape: tuple[int, ...]
     bounds: Bounds
-
-
-@dataclass(frozen=True, slots=True)
-class FullParameter:
-    """A parameter before it is divided, and how it may be divided.
-
-    Attributes:
-        dim: the dimension that tensor parallelism cuts, if any.
-        by_rows: whether a learner's ranks hold rows of it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int | None = None
-    by_rows: bool = True
 
 
 class Peers:
@@ -81,12 +66,6 @@ class PartialLayer(nn.Module):
     DIMS: ClassVar[Mapping[str, int]]
     peers: Peers
 
-    @classmethod
-    def dims_of(cls, layer: nn.Module, name: str) -> dict[str, int]:
-        """Return the dimensions by full name. ``layer`` may be the undivided one."""
-        parameters = dict(layer.named_parameters(recurse=False))
-        return {f"{name}.{key}": dim for key, dim in cls.DIMS.items() if key in parameters}
-
 
 def peers_of(model: nn.Module) -> Peers | None:
     """Return the ranks that run a model's passes together, if its layers are divided."""
@@ -94,30 +73,23 @@ def peers_of(model: nn.Module) -> Peers | None:
     return next((layer.peers for layer in layers), None)
 
 
-def cut_dims(model: nn.Module) -> dict[str, int]:
-    """Return the dimensions along which a model's parameters are cut, by name."""
-    dims = dict[str, int]()
-    for name, module in model.named_modules():
-        if isinstance(module, PartialLayer):
-            dims |= module.dims_of(module, name)
-    return dims
-
-
 def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, FullParameter]:
-    """Return all parameters by name with their undivided shapes, cut along ``dims``. A learner's
-    ranks hold rows of parameters in the model's own type. Others, such as float32 adapters in a
-    bfloat16 model, are not divided.
+    """Return all parameters by name with their undivided shapes, to be cut along ``dims`` if they
+    are not cut yet. A learner's ranks hold rows of parameters in the model's own type. Others, such
+    as float32 adapters in a bfloat16 model, are not divided.
     """
-    peers, cut = peers_of(model), cut_dims(model)
     dtype = final_dtype(next(model.parameters()))
     full = {}
     for name, parameter in model.named_parameters():
-        sizes = list(parameter.shape)
-        if peers and name in cut:
-            sizes[cut[name]] *= peers.size
+        layer, _, key = name.rpartition(".")
+        dim, sizes = dims.get(name), list(parameter.shape)
+        module = model.get_submodule(layer)
+        if isinstance(module, PartialLayer) and key in module.DIMS:
+            dim = module.DIMS[key]
+            sizes[dim] *= module.peers.size
         parameter_dtype = final_dtype(parameter)
         full[name] = FullParameter(
-            tuple(sizes), parameter_dtype, dims.get(name), by_rows=parameter_dtype == dtype
+            tuple(sizes), parameter_dtype, dim, by_rows=parameter_dtype == dtype
         )
     return full
 

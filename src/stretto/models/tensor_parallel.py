@@ -159,7 +159,8 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
             width = linear.out_features if style == BY_OUTPUTS else linear.in_features
             layout.require_divisor(width, f"features of '{name}'")
             cut = ByOutputs if style == BY_OUTPUTS else ByInputs
-            dims |= cut.dims_of(linear, names[id(linear)])
+            keys = [key for key, _ in linear.named_parameters(recurse=False) if key in cut.DIMS]
+            dims |= {f"{names[id(linear)]}.{key}": cut.DIMS[key] for key in keys}
     return Cuts(dims, frozenset(partial))
 
 

@@ -15,16 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError
-from stretto.layout import Bounds, Layout
+from stretto.layout import Bounds, FullParameter, Layout
 from stretto.models.mapped import final, final_dtype
-from stretto.models.shards import (
-    FullParameter,
-    TensorPart,
-    cut_dims,
-    full_parameters,
-    held_elements,
-    peers_of,
-)
+from stretto.models.shards import TensorPart, full_parameters, held_elements, peers_of
 from stretto.types import WeightsRef
 
 M = TypeVar("M", bound=nn.Module)
@@ -122,7 +115,7 @@ def fingerprint_of(model: nn.Module) -> str:
     peers = peers_of(model)
     if peers is None:
         return fingerprint(parameters.items())
-    full = full_parameters(model, cut_dims(model))
+    full = full_parameters(model, {})
     own_bounds = Layout.independent(peers.size).own(full, peers.rank)
     return fingerprint_of_parts(full, parameters, own_bounds, peers.sum_)
 

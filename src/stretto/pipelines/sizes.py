@@ -40,10 +40,10 @@ class Parallel:
     layers: int
     width: int
     stages: int
-    tensor_parallel: int = 1
+    devices: int = 1
 
     @classmethod
-    def of(cls, shape: str, stages: int, tensor_parallel: int = 1) -> Parallel:
+    def of(cls, shape: str, stages: int, devices: int = 1) -> Parallel:
         """Read a LLaMA size (``13B``), or layers and width (``40x5120``). Raises ConfigError."""
         match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", _SIZES.get(shape.upper(), shape))
         if not match:
@@ -52,7 +52,7 @@ class Parallel:
                 f"{', '.join(_SIZES)}",
                 "not-a-shape",
             )
-        return cls(int(match[1]), int(match[2]), stages, tensor_parallel)
+        return cls(int(match[1]), int(match[2]), stages, devices)
 
 
 def make_problem(
@@ -69,8 +69,8 @@ def make_problem(
 
     A forward costs two operations a parameter and token, at ``teraflops`` on each device. A
     backward takes twice as long. Each model's pipelines fill the least common multiple of both
-    numbers of stages. If one model has a smaller tensor parallelism, its consecutive stages are
-    merged until stages of both models take equally many devices.
+    numbers of stages. If stages of one model have fewer devices, its consecutive stages are merged
+    until stages of both models take equally many devices.
     ``micro_batches``, of ``tokens`` tokens, are those of all pipelines of a model. The capacity is
     for each device's activations. Raises ConfigError if a number is out of range, or does not
     divide.
@@ -91,7 +91,7 @@ def make_problem(
         model = ModelPipelines.of(
             parallel.stages, 1, micro_batches, communication=communication_us, **costs
         )
-        models.append(model.merged(devices // parallel.tensor_parallel))
+        models.append(model.merged(devices // parallel.devices))
     stages = math.lcm(*(model.stages for model in models))
     for i, model in enumerate(models):
         pipelines = stages // model.stages
@@ -114,9 +114,8 @@ def make_problem(
 
 
 def _costs(parallel: Parallel, tokens: int, teraflops: float) -> dict[str, list[int]]:
-    stages = parallel.stages
+    stages, devices = parallel.stages, parallel.devices
     width = parallel.width
-    tp = parallel.tensor_parallel
     layers = [parallel.layers // stages + (s < parallel.layers % stages) for s in range(stages)]
     layer_us = 2 * _LAYER_PARAMETERS * width**2 * tokens / (teraflops * 1e6)
     if not layer_us * _BACKWARD_RATIO < _MOST:
@@ -127,28 +126,28 @@ def _costs(parallel: Parallel, tokens: int, teraflops: float) -> dict[str, list[
         )
     layer_mib = _LAYER_ACTIVATION_BYTES * tokens * width / 2**20
     return {
-        "forward": [max(1, round(n * layer_us / tp)) for n in layers],
-        "backward": [max(1, round(n * layer_us * _BACKWARD_RATIO / tp)) for n in layers],
-        "activation": [max(1, math.ceil(n * layer_mib / tp)) for n in layers],
+        "forward": [max(1, round(n * layer_us / devices)) for n in layers],
+        "backward": [max(1, round(n * layer_us * _BACKWARD_RATIO / devices)) for n in layers],
+        "activation": [max(1, math.ceil(n * layer_mib / devices)) for n in layers],
     }
 
 
 def _devices_of_a_stage(actor: Parallel, critic: Parallel) -> int:
     """Return the devices of a stage, after merging stages of the model with fewer."""
     for name, parallel in (("actor", actor), ("critic", critic)):
-        what = f"tensor parallelism of the {name}"
-        _require_whole(what, parallel.tensor_parallel, 1, "1 is none")
+        what = f"devices of a stage of the {name}"
+        _require_whole(what, parallel.devices, 1, "1 does not divide its layers")
         if not 1 <= parallel.stages <= parallel.layers:
             raise ConfigError(
                 f"{parallel.stages} stages of the {name}, which has {parallel.layers} layers: take "
                 f"1 to {parallel.layers}",
                 "stages-not-layers",
             )
-    group = math.lcm(actor.tensor_parallel, critic.tensor_parallel)
-    if group != max(actor.tensor_parallel, critic.tensor_parallel):
+    group = math.lcm(actor.devices, critic.devices)
+    if group != max(actor.devices, critic.devices):
         raise ConfigError(
-            f"tensor parallelism {actor.tensor_parallel} and {critic.tensor_parallel}: one must be "
-            "a multiple of the other, so that stages can be merged",
+            f"stages on {actor.devices} and {critic.devices} devices: one must be a multiple of "
+            "the other, so that stages can be merged",
             "tensor-parallelism-not-multiple",
         )
     return group

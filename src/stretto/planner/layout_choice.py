@@ -89,7 +89,8 @@ def _layouts(
     if shape is None:
         return
     ranks, streams = process.ranks, config.schedule.knobs.streams
-    ways = [layout for layout in Layout.all_independent(ranks) if layout.divides(shape)]
+    heads = shape.heads, shape.kv_heads
+    ways = [layout for layout in Layout.all_independent(ranks) if layout.divides(*heads)]
     has_shards = role not in (GENERATOR, "critic")  # a critic of its own follows the learner's
     if has_shards and not streams:
         ways = ways[:1]  # shards are as small as slices, and divide any model

@@ -39,11 +39,6 @@ class GpuOptions:
     offload: bool = False
     gpu: str = "h100"
 
-    def require_default(self) -> None:
-        """Raise ConfigError if options for GPUs are set."""
-        if self.fsdp or self.tp != 1 or self.offload:
-            raise ConfigError("`fsdp`, `tp` and `offload` need GPUs: add `gpus`", "gpus-missing")
-
     def layout(self, models: ModelShapes, hardware: Hardware) -> RunLayout:
         """Return the layout of these options. Raises ConfigError if models cannot be divided so."""
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:

@@ -123,4 +123,4 @@ class RunLayout:
             *((self.critic, shape) for shape in models.trained[1:]),
         ]
         for layout, shape in pairs:
-            layout.check(shape, links.gpus_per_node)
+            layout.check(shape.layers, shape.heads, shape.kv_heads, links.gpus_per_node)

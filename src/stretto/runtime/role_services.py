@@ -19,14 +19,13 @@ from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import make_actor, with_adapters
 from stretto.config import Config
 from stretto.errors import EngineError
-from stretto.layout import Layout, Owners
+from stretto.layout import FullParameter, Layout, Owners
 from stretto.models.backend import pick_device
 from stretto.models.forward import unwrapped
 from stretto.models.layer_shards import divided_parameters, slice_model
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
 from stretto.models.offload import OffloadedTensors
-from stretto.models.shards import FullParameter
 from stretto.pipelines.executor.stages import StageOwners, layout_of
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
@@ -344,12 +343,11 @@ def _trained_wholes(model: nn.Module, *owners: Owners) -> dict[str, FullParamete
     return {name: parameter for name, parameter in wholes.items() if name in trained}
 
 
-def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
+def cut(model: nn.Module, setup: RoleSetup) -> None:
     """Shard a model in place, on the setup's device, if there are several ranks."""
     if len(setup.ranks) > 1:
         slice_model(model, setup.group())
         take(model, pick_device(setup.config.model.device))
-    return model
 
 
 def loaded_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:

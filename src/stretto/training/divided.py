@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.config import OptimizerConfig
-from stretto.layout import Bounds, Owners
+from stretto.layout import Bounds, FullParameter, Owners
 from stretto.models.load import save_model
 from stretto.models.lora import trained_names
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import FullParameter, TensorShard, index, shape
+from stretto.models.shards import TensorShard, index, shape
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.shard_files import Pieces, Stored
 from stretto.training.trained import LearningRate, TrainedModel
@@ -165,6 +165,11 @@ class DividedModel(TrainedModel):
         if name in bounds:
             return TensorShard(tensor, full_shape, bounds[name])
         return TensorShard(tensor.new_empty(0), full_shape, ((0, 0),) * len(full_shape))
+
+    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
+        box = self.division.owners.bounds(self.wholes[name], dist.get_rank())
+        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
+        return part.to(self.device)
 
     def _all_agree(self, is_open: bool) -> bool:
         closed = torch.tensor(float(not is_open), device=self.device)

@@ -34,11 +34,10 @@ from stretto.models.forward import by_token_budget, head_reader, unwrapped
 from stretto.models.layer_shards import Grid, divide, divided_parameters
 from stretto.models.logits import OutputHead
 from stretto.models.mapped import final_dtype
-from stretto.models.shards import Peers, index, of_all_ranks
+from stretto.models.shards import Peers, of_all_ranks
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.divided import DividedModel, Division
 from stretto.training.losses import Losses, MicroBatch
-from stretto.training.shard_files import Stored
 from stretto.training.trained import LearningRate
 from stretto.types import Response, Stats
 
@@ -102,7 +101,8 @@ class ShardedModel(DividedModel):
         return self._root.run(work)
 
     def before_pass(self, *, last: bool) -> None:
-        self._root.reduce_gradients(on=last or not self._reduces_once)
+        # Gradients of passes that are not reduced accumulate in float32.
+        self._root.set_requires_gradient_sync(last or not self._reduces_once)
 
     def _may_reduce_once(self) -> bool:
         """Return whether all ranks have spare memory for the gradients of their full slice. A
@@ -235,11 +235,6 @@ class ShardedModel(DividedModel):
         if self._lends:
             return {name: self.shard(name) for name in names}
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in names}
-
-    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
-        box = self.grid.layout.bounds(self.wholes[name], self.grid.rank)
-        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
-        return part.to(self.device)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -21,12 +21,10 @@ from stretto.models.forward import (
     states_at,
 )
 from stretto.models.logits import token_logprobs
-from stretto.models.shards import index
 from stretto.pipelines.executor.executor import PipelineExecutor
 from stretto.pipelines.executor.stages import Name, Stage, StageOwners
 from stretto.training.backprop import divided
 from stretto.training.divided import DividedModel, Division
-from stretto.training.shard_files import Stored
 from stretto.training.trained import LearningRate, Snapshots
 from stretto.types import Response
 
@@ -61,7 +59,6 @@ class StageModel(DividedModel):
         layout = executor.layout
         self.name = name
         self._executor = executor
-        self._slices = layout.slices(name)
         self._column = layout.column(name, executor.rank)
         self._rank_of = cast(StageOwners, division.owners).rank_of
         # In a partly frozen model, this stage may have nothing to train.
@@ -129,8 +126,3 @@ class StageModel(DividedModel):
         super()._copy_back()
         weights = zip(self._names, self._weights, strict=True)
         self._executor.spread(self.name, {n: w.detach() for n, w in weights}, self._rank_of)
-
-    def _from_files(self, name: str, value: Tensor | Stored) -> Tensor:
-        box = self._slices.bounds(self.wholes[name], self._column)
-        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
-        return part.to(self.device)

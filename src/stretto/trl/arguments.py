@@ -471,9 +471,7 @@ def _vllm(args: TrlConfig) -> dict[str, Any]:
         options["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
     vllm_settings: dict[str, Any] = {"rollout.engine": "vllm", "rollout.engine_args": options}
     if args.vllm_tensor_parallel_size > 1:
-        slices = args.vllm_tensor_parallel_size
-        layout = {"generator": {"tp": slices}}
-        generator = {"roles": ("generator",), "ranks": slices, "layout": layout}
+        generator = {"roles": ("generator",), "ranks": args.vllm_tensor_parallel_size}
         vllm_settings["cluster.processes"] = [generator]
     if isinstance(args, PPOConfig | GRPOConfig) and args.vllm_importance_sampling_correction:
         kind, level = CORRECTIONS[args.vllm_importance_sampling_mode]

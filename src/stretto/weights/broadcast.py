@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.layout import Bounds, Owners, full_bounds
-from stretto.models.shards import FullParameter, TensorPart, overlap, within
+from stretto.layout import Bounds, FullParameter, Owners, full_bounds
+from stretto.models.shards import TensorPart, overlap, within
 from stretto.types import WeightsRef
 from stretto.weights.buckets import BucketPlan, PackedTensor, combined
 from stretto.weights.channel import SharedChannel

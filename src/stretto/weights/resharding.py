@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.layout import Bounds, Layout, Owners
-from stretto.models.shards import FullParameter, TensorPart, overlap, shape, within
+from stretto.layout import Bounds, FullParameter, Layout, Owners
+from stretto.models.shards import TensorPart, overlap, shape, within
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import Arriving, WeightSender
 from stretto.weights.buckets import BucketPlan

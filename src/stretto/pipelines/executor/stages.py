@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from stretto.config import PipelineConfig
 from stretto.errors import ConfigError, ModelError
-from stretto.layout import Bounds, Divisible, Layout
+from stretto.layout import Bounds, FullParameter, Layout
 from stretto.models import attention
 from stretto.models.forward import backbone, output_head, plain_states, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
@@ -281,10 +281,6 @@ class StageLayout:
     def tp(self, name: Name) -> int:
         return self.actor_tp if name == "actor" else self.critic_tp
 
-    def slices(self, name: Name) -> Layout:
-        """Return the layout of the ranks that hold the slices of a stage."""
-        return Layout(tp=self.tp(name))
-
     def merged(self, name: Name) -> int:
         """Return the consecutive stages of a model in a slot."""
         return self.slot_size // self.tp(name)
@@ -419,9 +415,11 @@ class StageOwners:
         replica, pipeline = divmod(copy, self.layout.of(self.name)[1])
         return self.layout.rank(self.name, pipeline, stage, column, replica)
 
-    def own(self, full: Mapping[str, Divisible], rank: int) -> dict[str, Bounds]:
+    def bounds(self, full: FullParameter, rank: int) -> Bounds:
+        return Layout(tp=self.tp).bounds(full, self.layout.column(self.name, rank))
+
+    def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
         """Return the parts of parameters that a rank owns."""
-        slices, column = self.layout.slices(self.name), self.layout.column(self.name, rank)
-        owned = (n for n in full if self.rank_of(n, column) == rank)
-        bounds = {name: slices.first(full[name], column) for name in owned}
-        return {name: box for name, box in bounds.items() if box is not None}
+        column = self.layout.column(self.name, rank)
+        owned = {name: full[name] for name in full if self.rank_of(name, column) == rank}
+        return Layout(tp=self.tp).own(owned, column)

@@ -43,7 +43,30 @@ RISE = 0.25
 """Relative slowdown of a decode step from which a generator's batch counts as too large."""
 
 
-class GeneratorRole(Section):
+class _Role(Section):
+    """A role on devices."""
+
+    tensor_parallel: PositiveInt = 1
+    """Devices that a copy of the model is split over. There are as many copies as fit."""
+    threads: PositiveInt = 1
+    """CPU threads that its work takes, of the cluster's cores."""
+
+    def _require(self, model: str, cost: object, devices: Devices) -> None:
+        if bool(model) == (cost is not None):
+            raise RuleError(
+                f"a role's costs come either from a model or from numbers; got model = '{model}' "
+                f"and cost {'given' if cost is not None else 'not given'}",
+                "model-or-cost",
+            )
+        if len(devices) % self.tensor_parallel:
+            raise RuleError(
+                f"tensor_parallel must divide devices; got {self.tensor_parallel} for "
+                f"{len(devices)} devices",
+                "devices-not-divided",
+            )
+
+
+class GeneratorRole(_Role):
     """A generator: one engine, or several data-parallel replicas that answer as one."""
 
     devices: Annotated[Devices, Field(min_length=1)] = (0,)
@@ -52,14 +75,10 @@ class GeneratorRole(Section):
     """The actor, if costs follow from it."""
     cost: costs.GeneratorCost | None = None
     """Costs of one replica in numbers."""
-    tensor_parallel: PositiveInt = 1
-    """Devices per replica. There are as many replicas as fit."""
     slots: NonNegativeInt = 0
     """Rollouts that a replica decodes together. 0: all in flight."""
     speculation: costs.SimSpeculation = costs.SimSpeculation()
     """Speculative decoding."""
-    threads: PositiveInt = 1
-    """CPU threads that its work takes, of the cluster's cores."""
     best_batch: NonNegativeInt = 0
     """Rollouts that a replica decodes before a step slows down notably. 0: derived from costs."""
 
@@ -69,11 +88,11 @@ class GeneratorRole(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_role(self.model, self.cost, self.tensor_parallel, self.devices)
+        self._require(self.model, self.cost, self.devices)
         return self
 
 
-class ScorerRole(Section):
+class ScorerRole(_Role):
     """A reward model, the reference, the critic, or a function."""
 
     name: str
@@ -86,8 +105,6 @@ class ScorerRole(Section):
     """The model, if costs follow from it."""
     cost: costs.PrefillCost | costs.SampleCost | None = None
     """Costs in numbers: by tokens, or by responses for a function."""
-    tensor_parallel: PositiveInt = 1
-    """Devices that a copy of the model is split over. There are as many copies as fit."""
     follows: str = ""
     """The trained model whose weights it loads ('actor', 'critic'). Empty: frozen."""
     streams: bool = True
@@ -100,18 +117,16 @@ class ScorerRole(Section):
     """Seconds to load a version of the weights."""
     host: NonNegativeInt | None = None
     """The generator whose devices it shares."""
-    threads: PositiveInt = 1
-    """CPU threads that its work takes, of the cluster's cores."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.model and not self.devices:
             raise RuleError(f"scorer '{self.name}' is a model and needs devices; name them")
-        _check_role(self.model, self.cost, self.tensor_parallel, self.devices)
+        self._require(self.model, self.cost, self.devices)
         return self
 
 
-class LearnerRole(Section):
+class LearnerRole(_Role):
     """The learner, data parallel over its devices."""
 
     devices: Annotated[Devices, Field(min_length=1)] = (0,)
@@ -122,20 +137,16 @@ class LearnerRole(Section):
     """Their model names, if costs follow from them."""
     cost: costs.TrainCost | None = None
     """Costs in numbers."""
-    tensor_parallel: PositiveInt = 1
-    """Devices that each layer is split over."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
     updates: PositiveInt = 1
     """Optimizer updates per step, over all epochs."""
     padded: bool = False
     """Whether each response of a batch is padded to the longest."""
-    threads: PositiveInt = 1
-    """CPU threads that its work takes, of the cluster's cores."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_role(" ".join(self.models), self.cost, self.tensor_parallel, self.devices)
+        self._require(" ".join(self.models), self.cost, self.devices)
         if self.models and len(self.models) != len(self.trains):
             rule = f"learner.models names one model for each of trains = {self.trains}"
             raise RuleError(f"{rule}; got {self.models}")
@@ -328,15 +339,3 @@ def known(cost: C | None) -> C:
 
 def _token_s(cost: costs.PrefillCost, tokens: int) -> float:
     return cost.token_s or cost.call_s / tokens
-
-
-def _check_role(model: str, cost: object, tensor_parallel: int, devices: Devices) -> None:
-    if bool(model) == (cost is not None):
-        raise RuleError(
-            f"a role's costs come either from a model or from numbers; got model = '{model}' and "
-            f"cost {'given' if cost is not None else 'not given'}",
-            "model-or-cost",
-        )
-    if len(devices) % tensor_parallel:
-        counts = f"{tensor_parallel} for {len(devices)} devices"
-        raise RuleError(f"tensor_parallel must divide devices; got {counts}", "devices-not-divided")
