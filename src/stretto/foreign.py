@@ -50,7 +50,11 @@ _ELSEWHERE = {
     "rollout.engine_args": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "rollout.max_new_tokens": "max_completion_length response_length max_response_length "
     "generate_max_len max_tokens",
+    "rollout.max_skipped": "max_num_gen_batches dynamic_sampling_max_gen_batches "
+    "max_sample_batches",
     "rollout.samples_per_prompt": "num_generations n n_samples_per_prompt rloo_k group_size",
+    "rollout.skip_equal_groups": "filter_groups dynamic_sampling use_dynamic_sampling "
+    "dynamic_filtering dynamic_filtering_enable",
     "rollout.slots": "local_rollout_forward_batch_size",
     "rollout.stop": "stop_sequences stop_strings",
     "schedule.preset": "schedule",

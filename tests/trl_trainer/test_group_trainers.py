@@ -181,6 +181,7 @@ GROUPED: list[tuple[dict[str, Any], str, Any]] = [
         "rollout.stop",
         ("a", "b"),
     ),
+    ({"skip_equal_groups": True}, "rollout.skip_equal_groups", True),
     ({"num_iterations": 3}, "training.epochs", 3),
     ({"num_iterations": 3, "max_steps": 9}, "steps", 3),
     ({"num_iterations": 2, "max_steps": 8, "warmup_steps": 4}, "training.warmup_steps", 2),

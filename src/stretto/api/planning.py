@@ -159,6 +159,7 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
         batch=config.rollout.batch,
         samples_per_prompt=config.rollout.samples_per_prompt,
         group_at_least=config.algorithm.group,
+        most_skipped=config.rollout.most_skipped,
         max_new_tokens=config.rollout.max_new_tokens,
         **_lengths(config, options, assumed),
     )

@@ -90,6 +90,8 @@ def controls_of(
         config.steps,
         failures_allowed=config.reward.failures_allowed,
         group_at_least=config.algorithm.group,
+        most_skipped=r.most_skipped,
+        sources_apart=config.algorithm.normalizes_sources,
         reward_weights=config.reward.factors,
         restarts=restarts,
         episodes=turn_sampling(r, config.environment) if config.environment.sources else None,

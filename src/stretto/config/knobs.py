@@ -207,6 +207,9 @@ class Settings:
         failures_allowed: share of a step's responses that may be dropped because a reward function
             failed on them. With more the run stops.
         group_at_least: scored responses that a prompt needs. With fewer, all are dropped.
+        most_skipped: responses of groups with equal scores that a round may replace.
+        sources_apart: whether the algorithm normalizes each reward source, so that scores of a
+            group are only equal if they are in every source.
         reward_weights: factor of each reward source. ``None`` for 1 each.
         restarts: replacements for each generator's or scorer's process. 0: losing one ends the run.
         episodes: sampling of the turns of episodes, if there is an environment.
@@ -221,6 +224,8 @@ class Settings:
     steps: int
     failures_allowed: float = 0.0
     group_at_least: int = 1
+    most_skipped: int = 0
+    sources_apart: bool = False
     reward_weights: Mapping[str, float] | None = None
     score_on: ScoreOn = "batch"
     lag: int = 0

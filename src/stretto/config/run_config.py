@@ -353,6 +353,10 @@ class Config(Section):
         broken["no-reward-source"] = unrewarded and (
             "reward.sources is empty; name at least one, such as 'task'"
         )
+        broken["skip-without-groups"] = (r.skip_equal_groups and a.group < 2) and (
+            "rollout.skip_equal_groups compares the scores of a prompt's responses, and "
+            f"algorithm.name = '{a.name}' does not; leave it out, or choose one such as grpo"
+        )
         groups = r.batch // r.samples_per_prompt
         broken["minibatches-beyond-groups"] = (needs.per_group and minibatches > groups) and (
             f"'{a.name}' trains on one response or pair of each prompt, and training.minibatches "

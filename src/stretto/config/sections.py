@@ -426,6 +426,13 @@ class RolloutConfig(Section):
     """Responses per step."""
     samples_per_prompt: Rows = 1
     """Responses to each prompt; divides batch."""
+    skip_equal_groups: bool = False
+    """Leave out prompts whose responses all have the same score, which teach nothing, and draw
+    others in their place until the batch is full (dynamic sampling; DAPO, Yu et al. 2025, section
+    3.2). Scores are compared before the learner shapes them."""
+    max_skipped: PositiveInt = 10
+    """Batches of responses that skip_equal_groups may leave out between two weight syncs. Further
+    groups with equal scores are trained on."""
     max_new_tokens: PositiveInt = 64
     """Token limit of a response."""
     temperature: Temperature = 1.0
@@ -445,6 +452,10 @@ class RolloutConfig(Section):
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
     """Limit of prompt tokens processed between two decode steps."""
+
+    @property
+    def most_skipped(self) -> int:
+        return self.max_skipped * self.batch if self.skip_equal_groups else 0
 
     @property
     def engine_name(self) -> EngineName:

@@ -173,6 +173,7 @@ class Recording:
             batch=config.rollout.batch,
             samples_per_prompt=config.rollout.samples_per_prompt,
             group_at_least=config.algorithm.group,
+            most_skipped=config.rollout.most_skipped,
             steps=config.steps,
             max_new_tokens=config.rollout.max_new_tokens,
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),

@@ -307,7 +307,7 @@ class _TrainingLoop:
             self.stats,
             [self._sample(r, step.rewards[r.id]) for r in step.batch[:n_samples]],
             window=spans.take(),
-            rollouts=[*step.batch, *step.rejected],
+            rollouts=[*step.batch, *step.rejected, *step.skipped],
             rewards=step.rewards,
         )
         for line in step.losses:

@@ -98,7 +98,10 @@ class Buffer:
             )
         self._wanted, self._chosen = groups, []
         self._set_due()
-        ended_groups = [g for g in self._groups.values() if g.place >= 0]
+        return self._choose_ended()
+
+    def _choose_ended(self) -> Sequence[Rollout]:
+        ended_groups = [g for g in self._groups.values() if g.place >= 0 and g not in self._chosen]
         ended_groups.sort(key=lambda g: g.place)
         return [r for g in ended_groups for r in self._choose(g)]
 
@@ -110,6 +113,20 @@ class Buffer:
             return ()
         group.place, self._ended = self._ended, self._ended + 1
         return self._choose(group)
+
+    def of_group(self, number: int) -> Sequence[Rollout]:
+        """Return a group's rollouts if all have ended."""
+        group = self._groups.get(number)
+        return group.rollouts if group and not group.open else ()
+
+    def remove(self, number: int) -> Sequence[Rollout]:
+        """Remove an ended group. Returns the rollouts chosen in its place."""
+        group = self._groups.pop(number)
+        if group in self._chosen:
+            self._chosen.remove(group)
+        else:
+            self._due = [n - (k >= self._left(group)) for k, n in enumerate(self._due)]
+        return self._choose_ended()
 
     def missing(self) -> int:
         """Return the smallest number of rollouts that must still end to complete the round."""

@@ -76,7 +76,7 @@ class Pool:
             at, clock = self._locations, context.clock
             engine = EngineHandle(i, name, generator, guard, at, self._holds, clock, clock.now())
             self._engines.append(engine)
-        self._moves = Moves(self._engines, self._locations, controls.migration, self._place)
+        self._moves = Moves(self._engines, self._locations, controls.migration, self.place)
         self.single = len(roles) == 1
         self._in_turns = False  # whether forks and restarts of episodes may occur
         self._samples: list[DecodeSample] = []
@@ -92,7 +92,7 @@ class Pool:
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Start a round: give its rollouts to the least loaded generators."""
-        self._place([*self._back(), *rollouts])
+        self.place([*self._back(), *rollouts])
         for engine in self._engines:
             engine.carried = sum(len(r) > 0 for r in engine.held.values())
             if engine.at(Place.WAITING):
@@ -111,7 +111,7 @@ class Pool:
             if self._round.lockstep:  # its place must not depend on the order of answers
                 locations.put(rollout, Place.BACK)
             else:
-                self._place([rollout])
+                self.place([rollout])
         elif destination := moves.gathered_at(engine):
             await moves.transfer(engine, destination, True, [rollout])
             destination.arrival.set()
@@ -179,7 +179,7 @@ class Pool:
             if in_round.waiting and in_round.lockstep:
                 await self._arrival(engine)
             elif back := self._back():
-                self._place(back)
+                self.place(back)
             elif engine.at(Place.WAITING):
                 await engine.admit()
             elif engine.at(Place.DECODING):
@@ -240,7 +240,7 @@ class Pool:
             except StrettoError:
                 if not guard.member.retired or all(e.guard.member.retired for e in self._engines):
                     raise
-            self._place(list(self._locations.at(Place.NOWHERE).values()))
+            self.place(list(self._locations.at(Place.NOWHERE).values()))
 
     def _lost(self, number: int) -> None:
         engine = self._engines[number]
@@ -249,9 +249,10 @@ class Pool:
         for rollout in [*engine.at(Place.PARKED).values()]:  # placed when their answers come
             self._locations.remove(rollout)
         self._moves.cancel(engine)
-        self._place(rollouts)
+        self.place(rollouts)
 
-    def _place(self, rollouts: Iterable[Rollout]) -> None:
+    def place(self, rollouts: Iterable[Rollout]) -> None:
+        """Give rollouts to the least loaded engines, which admit them before their next call."""
         serving = [engine for engine in self._engines if engine.serves]
         for rollout in rollouts:
             self._in_turns |= rollout.in_turns

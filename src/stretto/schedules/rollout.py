@@ -37,6 +37,7 @@ from stretto.types import (
 FUNCTION_FAILED = "reward function failed"
 NOTHING_APPLIES = "no reward source applies"
 NOT_FINITE = "reward not finite"
+EQUAL_SCORES = "equal scores"  # of all responses to its prompt
 GROUP_TOO_SMALL = "group too small"  # it has a reward, but too few responses to its prompt have one
 
 
@@ -386,6 +387,27 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
     )
 
 
+def scores_are_equal(
+    group: Sequence[Rollout], weights: Mapping[str, float] | None, *, apart: bool
+) -> bool:
+    """Return whether the scored responses of a group all have the same reward.
+
+    ``apart``: in each source, and not only in sum. Rewards of turns are compared as well. A group
+    with a response without reward is not equal, see :func:`reasons_to_reject`.
+    """
+    by_episode: dict[int, list[Any]] = {}
+    for rollout in group:
+        rewards = by_episode.setdefault(episode_of(rollout.id), [])
+        rewards += filter(None, rollout.turn_rewards)
+        if rollout.ends_episode:
+            total, scores = total_reward(rollout, weights), of_kind(rollout, "reward")
+            if any(s.failure for s in scores) or not is_finite(total):
+                return False
+            rewards.append([s.scalar for s in scores] if apart else total)
+    first = next(iter(by_episode.values()))
+    return all(rewards == first for rewards in by_episode.values())
+
+
 def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Return scored rollouts as columns. At least one, all with scores of the same scorers."""
     sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
@@ -538,6 +560,7 @@ class Step:
 
     batch: Sequence[Rollout]  # trained on
     rejected: Sequence[Rollout]  # dropped, with a reason
+    skipped: Sequence[Rollout]  # replaced since the last step, because a group had equal scores
     stats: Stats  # metrics of learner and schedule
     rewards: Mapping[int, float]  # of the batch, by id, as trained on
     losses: Sequence[str] = ()  # a line about each process lost since the last step

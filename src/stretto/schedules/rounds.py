@@ -14,7 +14,14 @@ from stretto.schedules.controls import Controls
 from stretto.schedules.episodes import Episodes
 from stretto.schedules.fleet import RoleContext
 from stretto.schedules.pool import Pool
-from stretto.schedules.rollout import Ledger, Rollout, RolloutState, reasons_to_reject
+from stretto.schedules.rollout import (
+    EQUAL_SCORES,
+    Ledger,
+    Rollout,
+    RolloutState,
+    reasons_to_reject,
+    scores_are_equal,
+)
 from stretto.schedules.scoring import Scoring
 from stretto.types import Chunk, Prompt, Sampling
 
@@ -51,6 +58,10 @@ class Rounds(Ledger):
         self.is_open = False
         self.next_id = 0
         self.metrics: dict[str, float] = {}  # of the current round
+        self.skipped: list[Rollout] = []  # since the last step
+        self._gathered: set[int] = set()  # chosen rollouts whose scores are under way
+        if self._skips:
+            scoring.on_scored = self._scored
 
     @property
     def chunk_tokens(self) -> int:
@@ -92,28 +103,85 @@ class Rounds(Ledger):
         If ``delta`` is above 0, another one is drawn for each waiting episode, because that takes
         no slot: up to twice as many, and no more than can be trained on in time.
         """
+        self.begun, self.is_open = self.begun + 1, True
+        self.metrics = {"schedule/overcommit": float(delta)}
+        self._gathered = set()
+        if self._skips:
+            self.metrics["schedule/skipped"] = 0.0
+            self._skip(self.buffer)
         n, size = self._settings.samples_per_prompt, self.size
         waiting = sum(r.state is RolloutState.WAITING for r in self.buffer.open) if delta else 0
         limit = (self._settings.max_carries + 1) * size
         waiting = max(0, min(waiting, size + delta, limit - size - delta))
         missing = size + delta + waiting - len(self.buffer)
         with self._tracer.span(DRIVER, f"{DRIVER}/fill", items=max(missing, 0)):
-            for _ in range(ceil_div(missing, n)):
-                prompt, first = self._next_prompt(), self.next_id
-                group = [Rollout(first + k, prompt, group=first) for k in range(n)]
-                self.next_id += n
-                self.dispatch(group)
-                self.buffer.add(group)
-                self.episodes.add(group, self)
+            self._draw(missing)
             for rollout in self.buffer.begin_round(size // n):
                 self._scoring.chosen(rollout)
-        self.begun, self.is_open = self.begun + 1, True
         self.meter.began(len(self.buffer) - waiting - size)
-        self.metrics = {
-            "schedule/overcommit": float(delta),
-            "schedule/chunk_tokens": float(self.chunk_tokens),
-        }
+        self.metrics["schedule/chunk_tokens"] = float(self.chunk_tokens)
         self._phases.enter("data")
+
+    def _draw(self, missing: int) -> None:
+        """Draw prompts for so many rollouts, rounded up to full groups."""
+        n = self._settings.samples_per_prompt
+        for _ in range(ceil_div(missing, n)):
+            prompt, first = self._next_prompt(), self.next_id
+            group = [Rollout(first + k, prompt, group=first) for k in range(n)]
+            self.next_id += n
+            self.dispatch(group)
+            self.buffer.add(group)
+            self.episodes.add(group, self)
+
+    @property
+    def _skips(self) -> bool:
+        return self._settings.most_skipped > 0
+
+    def _scored(self, rollout: Rollout) -> None:
+        """Skip a rollout's group if it turns out to have equal scores while others are decoded."""
+        if self.is_open and not self.lockstep and rollout.id in self.rollouts:
+            self._skip([rollout])
+            if not self.episodes.exist:  # otherwise opened at the next admission
+                self._decoding()
+                new = [r for r in self.buffer.open if not self.pool.holds(r)]
+                self._scoring.dispatched(new)
+                self.pool.place(new)
+
+    def _skip(self, rollouts: Iterable[Rollout]) -> None:
+        """Leave out the groups of rollouts that are scored equally, and draw others instead."""
+        delta = int(self.metrics["schedule/overcommit"])
+        for number in dict.fromkeys(r.group for r in rollouts):
+            group = self.buffer.of_group(number)
+            skipped = self.metrics["schedule/skipped"] + len(group)
+            if (
+                group
+                and skipped <= self._settings.most_skipped
+                and all(map(self._scoring.is_scored, group))
+                and scores_are_equal(
+                    group, self._settings.reward_weights, apart=self._settings.sources_apart
+                )
+            ):
+                self.metrics["schedule/skipped"] = skipped
+                for chosen_rollout in self.buffer.remove(number):
+                    self._scoring.chosen(chosen_rollout)
+                self.skipped += group
+                for rollout in group:
+                    self.move(rollout, RolloutState.REJECTED, EQUAL_SCORES)
+                self._draw(self.size + delta - len(self.buffer))
+
+    async def settle(self) -> bool:
+        """Wait for the scores of a round if some of its groups may be skipped. Returns whether it
+        is complete, and otherwise needs more responses.
+        """
+        while self._skips:
+            new = [r for r in self.buffer.chosen if r.id not in self._gathered]
+            if not new:
+                break
+            self._gathered.update(r.id for r in new)
+            self._scoring.gathered([r for r in new if not self._scoring.is_scored(r)])
+            await self._scoring.all_scored(new)
+            self._skip(new)  # which may choose others
+        return self.buffer.complete
 
     def _decoding(self) -> None:
         stays = (RolloutState.DECODING, RolloutState.WAITING)
@@ -182,6 +250,8 @@ class Rounds(Ledger):
         self._scoring.ended(rollout)
         for chosen_rollout in self.buffer.ended(rollout):
             self._scoring.chosen(chosen_rollout)
+        if self._skips and self._scoring.is_scored(rollout):  # by its environment alone
+            self._scored(rollout)
 
     def sort_out(self, batch: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
         """Split a scored batch into rollouts to train on and rejected ones."""

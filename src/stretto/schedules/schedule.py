@@ -25,6 +25,7 @@ from stretto.schedules.episode_metrics import episode_metrics
 from stretto.schedules.evaluation import Evaluation
 from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from
 from stretto.schedules.rollout import (
+    EQUAL_SCORES,
     Rollout,
     RolloutState,
     Step,
@@ -123,10 +124,12 @@ class Schedule:
             await self.evaluated()
         self._reported = self._evaluated
         self.updating = False
-        rejections = {"rejected": float(self.ledger.rejected.total())}
+        skipped, self._rounds.skipped = self._rounds.skipped, []
+        rejected_so_far = self.ledger.rejected.total() - self.ledger.rejected[EQUAL_SCORES]
+        rejections = {"rejected": float(rejected_so_far)}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
         stats = {**stats, **metrics, **episode_metrics(trainable), **self.fleet.metrics()}
-        return Step(trainable, rejected, stats, rewards, self.fleet.losses())
+        return Step(trainable, rejected, skipped, stats, rewards, self.fleet.losses())
 
     async def evaluated(self) -> None:
         """Wait for the evaluation of the newest weights, if due."""
@@ -153,12 +156,15 @@ class Schedule:
                 await self._load()
                 await self._evaluate()
                 rounds.fill(delta)
-            await rounds.admit()
-            with self._meter.generating():
-                await self._pool.decode()
+            while True:
+                await rounds.admit()
+                with self._meter.generating():
+                    await self._pool.decode()
+                if await rounds.settle():
+                    break
             batch, metrics = rounds.close()
             self._metrics.extend([metrics] * self._settings.weight_sync_interval)
-            self._scoring.gathered(batch)
+            self._scoring.gathered([r for r in batch if not self._scoring.is_scored(r)])
             self._generated.append(batch)
             self._phases.enter("scores")
             self._changed.set()
@@ -293,6 +299,7 @@ class Schedule:
             "ledger": self.ledger.state_dict(),
             "buffer": self._buffer.state_dict(),
             "generated": [[r.state_dict() for r in batch] for batch in self._generated],
+            "skipped": [r.state_dict() for r in self._rounds.skipped],
             "ready": [[r.state_dict() for r in batch] for batch in self._ready],
             "counts": [r.next_id, self._steps, r.begun, self._version, self.loaded],
             "round_open": r.is_open,
@@ -321,6 +328,7 @@ class Schedule:
         self._episodes.add(rounds.rollouts.values(), rounds)
         rounds.next_id, self._steps, rounds.begun, self._version, self.loaded = state["counts"]
         rounds.is_open = state["round_open"]
+        rounds.skipped = restored(state.get("skipped", ()), prompt_by_id)
         self._evaluated = self._reported = state.get("evaluated", -1)
         rounds.metrics, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)

@@ -328,6 +328,7 @@ class Scoring:
         self._score_on = score_on
         self._waits = context.waits
         self._given = given
+        self.on_scored: Callable[[Rollout], None] | None = None  # called once it has all scores
         self._rollouts: dict[int, Rollout] = {}
         self._answers: set[int] = set()  # ids of the newest evaluation
         self._delivered = asyncio.Event()
@@ -452,4 +453,6 @@ class Scoring:
             rollout.scores[score.source] = score
             if self.is_scored(rollout):
                 del self._rollouts[rollout.id]
+                if self.on_scored:
+                    self.on_scored(rollout)
         self._delivered.set()

@@ -170,6 +170,7 @@ class _GroupConfig(_PromptsConfig):
 
     # Batch sizes
     num_generations: int = 8
+    skip_equal_groups: bool = False
     num_generations_eval: int | None = None
     generation_batch_size: int | None = None
     steps_per_generation: int | None = None
@@ -274,6 +275,7 @@ SETS = {
     "num_iterations": "training.epochs",
     "local_rollout_forward_batch_size": "rollout.slots",
     "num_generations": "rollout.samples_per_prompt",
+    "skip_equal_groups": "rollout.skip_equal_groups",
     "response_length": "rollout.max_new_tokens",
     "max_completion_length": "rollout.max_new_tokens",
     "max_new_tokens": "rollout.max_new_tokens",

@@ -162,6 +162,8 @@ class Workload(Section):
     """Responses to each prompt. Must divide batch."""
     group_at_least: PositiveInt = 1
     """Scored responses that a prompt needs. With fewer, all its responses are left out."""
+    most_skipped: NonNegativeInt = 0
+    """Responses of groups with equal rewards that a round may replace."""
     steps: PositiveInt = 50
     """Batches to train on."""
     max_new_tokens: PositiveInt = 2048

@@ -149,6 +149,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         w.steps,
         failures_allowed=w.failures_allowed,
         group_at_least=w.group_at_least,
+        most_skipped=w.most_skipped,
         restarts=cluster.restarts,
         episodes=w.sampling,
         environment_rewards=(ENVIRONMENT,) if w.episodes and w.episodes.rewarded else (),
