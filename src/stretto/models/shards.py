@@ -87,10 +87,8 @@ def full_parameters(model: nn.Module, dims: Mapping[str, int]) -> dict[str, Full
         if isinstance(module, PartialLayer) and key in module.DIMS:
             dim = module.DIMS[key]
             sizes[dim] *= module.peers.size
-        parameter_dtype = final_dtype(parameter)
-        full[name] = FullParameter(
-            tuple(sizes), parameter_dtype, dim, by_rows=parameter_dtype == dtype
-        )
+        own_dtype = final_dtype(parameter)
+        full[name] = FullParameter(tuple(sizes), own_dtype, dim, by_rows=own_dtype == dtype)
     return full
 
 
