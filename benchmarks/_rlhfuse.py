@@ -162,7 +162,7 @@ class Run:
         held = 0.0
         for size in (self.actor, self.critic):
             layout, shape = self.layout(size), SHAPES[size]
-            each = shape.stage(layout.pp).held(layout.tp)
+            each = mean_stage(shape, layout).held(layout.tp)
             if self.assumed.system == "zero":
                 held += memory_model.STATE * each / layout.fsdp
             else:
@@ -258,16 +258,18 @@ class Run:
             updates=updates,
             micro_tokens=int(mean),
             checkpointing=zero,
-            bubble=fused_bubble(self.actor, self.critic) if self.fused else None,
         )
+        bubble = fused_bubble(self.actor, self.critic) if self.fused else None
         token_s = step_s = 0.0
         for size, shape in (
             (self.actor, SHAPES[self.actor]),
             (self.critic, SHAPES[self.critic].valued()),
         ):
             layout = self.layout(size)
-            cost_of = train_cost if zero else kept_cost
-            cost = cost_of([shape], layout, self.on, passes)
+            if zero:
+                cost = train_cost([shape], layout, self.on, passes)
+            else:
+                cost = kept_cost([shape], layout, self.on, passes, bubble)
             uneven = 1.0
             if self.assumed.system == "unbalanced":
                 uneven = unevenness(self.workload, layout.fsdp)
@@ -279,20 +281,29 @@ class Run:
 
 
 def kept_cost(
-    shapes: Sequence[Shape], layout: Layout, on: Hardware, passes: TrainingPasses
+    shapes: Sequence[Shape],
+    layout: Layout,
+    on: Hardware,
+    passes: TrainingPasses,
+    bubble: float | None = None,
 ) -> TrainCost:
     """Return the cost of training under ZeRO stage 1 (Rajbhandari et al. 2020).
 
-    Weights are kept, and once an update gradients are reduced and new weights gathered.
+    Weights are kept, and once an update gradients are reduced and new weights gathered. ``bubble``
+    is a stage's idle time in an update, in micro-batches of each model (default: that of 1F1B).
     """
     token_s = step_s = 0.0
     for shape in shapes:
         # One shard with as many tokens gathers nothing.
         alone = replace(passes, tokens=passes.tokens / layout.fsdp)
-        each_s = train_cost([shape], Layout(tp=layout.tp, pp=layout.pp), on, alone).token_s
-        bubble = layout.pp - 1 if passes.bubble is None else passes.bubble
-        waits_s = bubble * passes.micro(layout.fsdp) * each_s / passes.epochs
-        moved_s = optimizer_bytes(shape, layout) / (
+        stage, slices = mean_stage(shape, layout), Layout(tp=layout.tp)
+        each_s = train_cost([stage], slices, on, alone).token_s
+        if layout.pp > 1:  # slices of hidden states to the next stage, their gradients back
+            sent = 2 * memory_model.HALF * shape.hidden / layout.tp
+            each_s += passes.epochs * sent / (on.links.between_bytes_per_s * on.assumed.link)
+        idle = layout.pp - 1 if bubble is None else bubble
+        waits_s = idle * passes.micro(layout.fsdp) * each_s / passes.epochs
+        moved_s = optimizer_bytes(stage, Layout(fsdp=layout.fsdp, tp=layout.tp)) / (
             on.gpu.memory_bytes_per_s * on.assumed.optimizer
         )
         token_s += each_s / layout.fsdp
@@ -300,9 +311,14 @@ def kept_cost(
     return TrainCost(token_s=token_s, step_s=step_s)
 
 
+def mean_stage(shape: Shape, layout: Layout) -> Shape:
+    """Return a stage of average size. The paper does not report which stages have more layers."""
+    return replace(shape, layers=shape.layers / layout.pp)
+
+
 def exchange_s(shape: Shape, layout: Layout, on: Hardware) -> float:
     """Return the seconds of an update's exchange: gradients in float32, weights in bfloat16."""
-    held = shape.stage(layout.pp).held(layout.tp)
+    held = mean_stage(shape, layout).held(layout.tp)
     size = gather_bytes((memory_model.SINGLE + memory_model.HALF) * held, layout.fsdp)
     return size / (on.links.data_bytes_per_s(layout) * on.assumed.link)
 

@@ -18,6 +18,7 @@ from stretto.api import calibrating
 from stretto.api.calibrating import calibrate
 from stretto.api.planning import (
     PLANNED,
+    Plan,
     PlanOptions,
     plan,
     settings_of,
@@ -25,6 +26,7 @@ from stretto.api.planning import (
     variants_of,
 )
 from stretto.cli.main import main as stretto
+from stretto.cli.plan import plan_lines
 from stretto.config import Config, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError
 from stretto.models.shapes import public_config, shape_of
@@ -158,18 +160,19 @@ def test_train_takes_every_plan(gpus: int, engine: str) -> None:
             expected |= dict.fromkeys(frozen, (layout.scorer, layout.scorer.dp))
             expected["critic"] = layout.critic, layout.critic.dp
             expected |= {"generator": (layout.generator, layout.generator.dp)} if in_place else {}
-        if layout.learner.pp == 1:
-            for role, (on, copies) in expected.items():
-                names = [f"{role} {i}" for i in range(copies)] if copies > 1 else [role]
-                assert {seats[name][0] for name in names} == {learner}
-                assert {seats[name][1].layout for name in names} == {replace(on, dp=1)}
-        else:
+        if layout.learner.pp > 1:
+            del expected["learner"]
             pipeline = config.pipeline
             assert (pipeline.ranks, pipeline.schedule) == (
                 layout.learner.ranks,
-                candidate.pipelining,
+                "fused" if layout.fused else "serial",
             )
             assert pipeline.stages_of("actor") == pipeline.stages_of("critic") == layout.learner.pp
+            assert pipeline.stage_slices == (layout.learner.tp, layout.learner.tp)
+        for role, (on, copies) in expected.items():
+            names = [f"{role} {i}" for i in range(copies)] if copies > 1 else [role]
+            assert {seats[name][0] for name in names} == {learner}
+            assert {seats[name][1].layout for name in names} == {replace(on, dp=1)}
         assert config.rollout.engines == layout.generator.dp
         assert sum(role.startswith("generator") for role in seats) == layout.generator.dp
         kind = "pipeline" if layout.learner.pp > 1 else "shards" if layout.scorer.fsdp > 1 else ""
@@ -179,14 +182,22 @@ def test_train_takes_every_plan(gpus: int, engine: str) -> None:
         sharings = ("all", "learner") if engine == "torch" else ("learner",)
         shards = {(sharing, "shards") for sharing in sharings}
         pipelines = {("none", "pipeline"), ("generators", "pipeline")}
+        pipelines |= {("all", "pipeline")} if engine == "torch" else set()
         whole = {(sharing, "") for sharing in ("all", "none", "generators", "learner")}
         assert seen == shards | pipelines | whole
 
 
+GPU_PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+
+
+def page_blocks() -> list[dict[str, Any]]:
+    blocks = re.findall(r"```toml\n(.*?)```", GPU_PAGE, re.DOTALL)
+    return [tomllib.loads(block) for block in blocks]
+
+
 def test_the_page_on_gpus_has_the_plan_of_all_roles_on_eight() -> None:
     """7B with a reference: no eight slices, as there are four key-value heads."""
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    *_, own, plan = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    own, plan, *_ = page_blocks()[-4:]
     config = recipes.build({**own, "rollout": plan["rollout"], "cluster": {}}, "the page")
     spec, _ = spec_of(config, PlanOptions(gpus=8, gpu="h100"))
     baseline = search(replace(spec, variants={"sync": config.schedule}), keep=1, workers=1).baseline
@@ -197,6 +208,29 @@ def test_the_page_on_gpus_has_the_plan_of_all_roles_on_eight() -> None:
     settings = settings_of(config, baseline.candidate, spec)
     assert settings["rollout"]["engines"] == plan["rollout"]["engines"]
     assert settings["cluster"]["processes"] == plan["cluster"]["processes"]
+
+
+def test_the_page_on_gpus_has_the_plan_of_fused_pipelines_on_64() -> None:
+    """33B with a critic of 13B. With shards of the learner, a synchronous step takes longer."""
+    own, written = page_blocks()[-2:]
+    config = recipes.build(own, "the page")
+    options = PlanOptions(gpus=64, gpu="h100", reward_shape="llama-13b")
+    spec, _ = spec_of(config, options)
+    spec = replace(spec, variants={"sync": config.schedule})
+    outcome = search(spec, keep=1, workers=1)
+    assert outcome.baseline
+    settings = settings_of(config, outcome.baseline.candidate, spec)
+    for section, entries in written.items():
+        found = settings[section]
+        if isinstance(entries, dict):
+            found = {name: found[name] for name in entries}
+        assert json.loads(json.dumps(found)) == entries
+    changes.changed(config, settings, "the plan")  # is what train takes
+    lines = plan_lines(6, outcome.baseline, Plan(config, spec, outcome))
+    assert "\n".join(lines) in GPU_PAGE
+    shards = search(replace(spec, pipelines=False), keep=1, workers=1).baseline
+    assert shards
+    assert shards.step_s == pytest.approx(24.9, abs=0.05)
 
 
 def test_what_a_recipe_says_of_processes_is_replaced() -> None:
@@ -218,7 +252,7 @@ def test_what_a_recipe_says_of_processes_is_replaced() -> None:
 def test_knobs_of_a_recipe_do_not_survive_in_a_plan() -> None:
     own = {"schedule": {"score_on": "chunk", "overcommit": 8, "lag": 1}}
     config = changes.changed(PPO, own, "a test")
-    spec, _ = spec_of(config, asked(4))
+    spec, _ = spec_of(config, asked(4, gpu="h200"))
     for candidate in candidates(spec):
         trained = changes.changed(config, settings_of(config, candidate, spec), "the plan")
         assert trained.schedule.knobs == candidate.schedule.knobs

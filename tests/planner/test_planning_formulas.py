@@ -75,10 +75,12 @@ def test_known_models_have_their_published_counts(name: str, published: float) -
     assert shape_of(name).parameters == pytest.approx(published, rel=1e-3)
 
 
-def test_a_stage_has_its_share_of_the_layers() -> None:
+def test_the_fullest_stage_has_layers_and_one_end_of_the_model() -> None:
+    """Two layers of 152, the embedding and the output layer of 40 each, a norm of 4."""
     assert SMALL.stage(1) is SMALL
-    assert SMALL.stage(2).parameters == 152 + 84
-    assert memory_model.trained_bytes(SMALL.stage(2).held(1), None, 4, 2)[0] == 16 * (152 + 84) / 4
+    assert SMALL.stage(2).parameters == 152 + 44
+    assert replace(SMALL, layers=3).stage(2).parameters == 2 * 152 + 44
+    assert memory_model.trained_bytes(SMALL.stage(2).held(1), None, 4, 2)[0] == 16 * (152 + 44) / 4
     assert Layout(fsdp=4, tp=2, pp=2).ranks == 16
 
 
@@ -303,6 +305,8 @@ def test_a_decode_step() -> None:
     # the layers' halves and the head; of keys and values of 10 tokens of five rows the half
     assert formulas.decode_read_bytes(SMALL, 5, 10, 2) == 2 * (152 + 44) + 50 * 16 / 2
     assert formulas.optimizer_bytes(SMALL, Layout(fsdp=4, tp=2)) == 32 * (152 + 84) / 4
+    # Four pipelines read and clear all gradients of a stage, and share masters and moments.
+    assert formulas.optimizer_bytes(SMALL, Layout(dp=4, pp=2)) == (8 + 24 / 4) * (152 + 44)
 
 
 # -- what is refused -------------------------------------------------------------------------------

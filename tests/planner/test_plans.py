@@ -13,7 +13,6 @@ from stretto.errors import ConfigError
 from stretto.layout import Layout
 from stretto.models.shapes import Shape, shape_of
 from stretto.pipelines.baselines import serial_1f1b
-from stretto.pipelines.graph import latency_bound
 from stretto.pipelines.problem import ModelPipelines, Problem
 from stretto.pipelines.solve import solve
 from stretto.planner.candidates import (
@@ -21,11 +20,11 @@ from stretto.planner.candidates import (
     Candidate,
     Kind,
     PlanSpec,
-    bubble,
     candidates,
     fits,
     memory_by_phase,
 )
+from stretto.planner.formulas import pipeline_waits_s
 from stretto.planner.hardware import Hardware
 from stretto.planner.plan_search import (
     ROUNDS,
@@ -43,6 +42,7 @@ from stretto.runtime.sim.lengths import Lognormal, Replayed, Uniform
 
 SMALL = Shape(24, 2048, 8192, 16, 4, 32_000, 32_000)
 """About 1.5 billion parameters."""
+IN_THREES = ModelShapes.of_one_size(replace(SMALL, heads=12, kv_heads=6))
 WORK = Workload(
     batch=16,
     max_new_tokens=256,
@@ -119,7 +119,7 @@ def test_candidates_use_all_gpus_and_leave_no_knob_idle() -> None:
     found = list(candidates(spec(8)))
     assert {c.layout.gpus for c in found} == {8}
     assert {c.layout.sharing for c in found} == {"all", "none", "generators", "learner"}
-    assert len({(c.layout, c.variant, c.pipelining) for c in found}) == len(found)
+    assert len({(c.layout, c.variant) for c in found}) == len(found)
     for c in found:
         knobs, sharing = c.schedule.knobs, c.layout.sharing
         assert not (knobs.lag and sharing == "all")
@@ -147,7 +147,7 @@ def layouts(gpus: int, sharing: str, models: ModelShapes = SPEC.models) -> list[
 def test_roles_in_the_learners_ranks_have_layouts_of_their_own() -> None:
     """28 heads, 4 of keys and values: eight slices do not divide them, shards do."""
     models = ModelShapes.of_one_size(replace(SMALL, heads=28, kv_heads=4))
-    together = layouts(8, "all", models)
+    together = [layout for layout in layouts(8, "all", models) if layout.learner.pp == 1]
     copies = [Layout(dp=8), Layout(dp=4, tp=2), Layout(dp=2, tp=4)]
     assert {layout.learner for layout in together} == {
         *(Layout(fsdp=8), Layout(fsdp=4, tp=2), Layout(fsdp=2, tp=4)),
@@ -165,15 +165,25 @@ def test_roles_in_the_learners_ranks_have_layouts_of_their_own() -> None:
     assert {layout.learner.ranks for layout in beside if layout.scorer.fsdp > 1} == {*range(2, 8)}
 
 
-def test_pipelines_have_gpus_of_their_own_and_a_critic() -> None:
-    for sharing in ("all", "learner"):
-        assert {layout.learner.pp for layout in layouts(8, sharing)} == {1}
+def test_pipelines_have_a_critic_and_gpus_of_their_own_or_all() -> None:
+    assert {layout.learner.pp for layout in layouts(8, "learner")} == {1}
+    expected = {
+        *(Layout(pp=2), Layout(dp=2, pp=2), Layout(dp=3, pp=2), Layout(pp=4)),
+        *(Layout(pp=2, tp=2), Layout(pp=2, tp=3)),
+    }
     for sharing in ("none", "generators"):
-        learners = {layout.learner for layout in layouts(8, sharing)}
-        expected = {
-            *(Layout(pp=2), Layout(dp=2, pp=2), Layout(dp=3, pp=2), Layout(pp=4)),
-        }
+        learners = {layout.learner for layout in layouts(8, sharing, IN_THREES)}
         assert {learner for learner in learners if learner.pp > 1} == expected
+    together = [layout for layout in layouts(8, "all") if layout.learner.pp > 1]
+    assert {layout.learner for layout in together} == {
+        *(Layout(dp=4, pp=2), Layout(dp=2, pp=4), Layout(pp=8)),
+        *(Layout(dp=2, pp=2, tp=2), Layout(pp=4, tp=2), Layout(pp=2, tp=4)),
+    }
+    assert {layout.fused for layout in together} == {True}  # there is memory for it
+    # The critic is no learner's shards: it scores as a copy, by the engines' layout next to shards.
+    assert {layout.scorer.fsdp for layout in together} == {1, 8}
+    for layout in together:
+        assert layout.critic == (layout.generator if layout.scorer.fsdp > 1 else layout.scorer)
     without_critic = replace(SPEC.models, critic=None)
     assert {layout.learner.pp for layout in layouts(8, "none", without_critic)} == {1}
     asked = replace(spec(8, "sync"), pipelines=False)
@@ -192,30 +202,32 @@ def test_engines_with_weights_of_their_own_share_the_gpus_of_one_node() -> None:
     assert "all" not in {c.layout.sharing for c in candidates(replace(asked, gpus=16))}
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
-def test_bubbles_are_those_of_the_schedules(stages: int) -> None:
-    """1F1B's is stages - 1; fused, two like models fill each other's."""
-    micro_batches = 2 * stages
-    side = ModelPipelines.of(stages, 1, micro_batches, forward=2, backward=4, activation=1)
-    problem = Problem(side, side)
+@pytest.mark.parametrize("sizes", [(2, 2), (5, 2), (2, 5)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 6), (5, 10), (8, 16), (8, 6)])
+def test_pipelines_wait_as_in_the_schedules(
+    stages: int, micro_batches: int, sizes: tuple[int, int]
+) -> None:
+    """Of models of like and of different sizes, with many and with few micro-batches."""
+    models = [
+        ModelPipelines.of(stages, 1, micro_batches, forward=n, backward=2 * n, activation=1)
+        for n in sizes
+    ]
+    problem, micro = Problem(*models), [3 * n for n in sizes]
 
     def idle(latency: int) -> float:
-        """Idle time of a stage for each model, in micro-batches of 6 ticks."""
-        return (latency - 2 * micro_batches * 6) / 2 / 6
+        return latency - micro_batches * sum(micro)
 
-    assert bubble("serial", stages) == idle(serial_1f1b(problem).latency)
-    assert bubble("fused", stages) == idle(latency_bound(problem))
-    assert bubble("fused", stages) == idle(solve(problem, seconds=1.0).makespan)
-
-
-def test_a_stage_alone_has_no_bubble() -> None:
-    assert [bubble(of, 1) for of in ("serial", "fused")] == [0, 0]
+    serial, fused = (
+        pipeline_waits_s(micro, stages, micro_batches, fused=fused) for fused in (False, True)
+    )
+    assert serial == idle(serial_1f1b(problem).latency)
+    assert fused == idle(solve(problem, seconds=1.0).makespan)
 
 
 def test_fused_pipelines_hold_both_models_micro_batches() -> None:
     place = RunLayout(Layout(pp=4), Layout(dp=2), Layout(), "none", checkpointing=True)
     plain = Candidate(place, "sync", VARIANTS["sync"])
-    fused = replace(plain, pipelining="fused")
+    fused = replace(plain, layout=replace(place, fused=True))
     more = [sum(memory_by_phase(SPEC, c)["training"].values()) for c in (plain, fused)]
     assert more[1] - more[0] == memory_by_phase(SPEC, plain)["training"]["activations"]
     assert result_of(SPEC, fused).step_s < result_of(SPEC, plain).step_s

@@ -299,12 +299,14 @@ def test_shards_that_keep_their_weights_exchange_once_an_update() -> None:
     on, layout = Hardware.of("h200", PERFECT), Layout(fsdp=4, tp=2, pp=2)
     passes = TrainingPasses(1000, updates=3, micro_tokens=10)
     kept = kept_cost([QWEN], layout, on, passes)
-    alone = train_cost([QWEN], Layout(tp=2, pp=2), on, passes)  # gathers nothing
-    assert kept.token_s == pytest.approx(alone.token_s / 4)
-    held = QWEN.stage(2).held(2)
+    stage = replace(QWEN, layers=14)
+    alone = train_cost([stage], Layout(tp=2), on, passes)  # gathers nothing
+    each_s = alone.token_s + 2 * 2 * 3584 / 2 / 50e9
+    assert kept.token_s == pytest.approx(each_s / 4)
+    held = stage.held(2)
     exchanged = 6 * held * 3 / 4 / 450e9  # the four are neighbours
     updated = 32 * held / 4 / 4.8e12
-    waited = 10 * alone.token_s
+    waited = 10 * each_s
     assert kept.step_s == pytest.approx(3 * (updated + exchanged + waited))
     assert train_cost([QWEN], layout, on, passes).token_s > 10 * kept.token_s
 
@@ -320,8 +322,26 @@ def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
     moved = 32 * stage.held(1) / 4.8e12
     assert stages.step_s == pytest.approx(moved + 3 * 1000 * stages.token_s)
     assert stages.token_s < alone.token_s / 3
-    fused = train_cost([QWEN], Layout(pp=4), on, replace(passes, bubble=0.5))
-    assert fused.step_s == pytest.approx(moved + 0.5 * 1000 * stages.token_s)
+    # Two like models, fused: one stage waits for a micro-batch of either, for both together.
+    fused = train_cost([QWEN, QWEN], Layout(pp=4), on, replace(passes, fused=True))
+    assert fused.token_s == pytest.approx(2 * stages.token_s)
+    assert fused.step_s == pytest.approx(2 * moved + 1000 * stages.token_s)
+
+
+def test_sliced_stages_in_copies_reduce_twice_a_layer_and_exchange_once_an_update() -> None:
+    at_once = PERFECT.model_copy(update={"reduce_s": 0.0})
+    on, layout = Hardware.of("h200", at_once), Layout(dp=2, pp=4, tp=4)
+    passes = TrainingPasses(64 * 1000, micro_tokens=1000, updates=2)
+    cost = train_cost([QWEN], layout, on, passes)
+    stage, reduced = QWEN.stage(4), 7 * 4 * 2 * (2 * 3584) * 3 / 4 / 450e9
+    token_s = 6 * stage.multiplied(4) / 989e12 + reduced + 2 * 2 * 3584 / 50e9
+    assert cost.token_s == pytest.approx(token_s / 2)
+    moved = (8 + 24 / 2) * stage.held(4) / 4.8e12
+    exchanged = (4 + 2) * stage.held(4) / 2 / 50e9  # float32 gradients, bfloat16 weights
+    assert cost.step_s == pytest.approx(2 * (moved + exchanged + 3 * 1000 * token_s))
+    # Little work makes one small micro-batch, and the stages wait for each other as long.
+    little = train_cost([QWEN], layout, on, replace(passes, tokens=800))
+    assert little.step_s == pytest.approx(2 * (moved + exchanged + 3 * 200 * token_s))
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

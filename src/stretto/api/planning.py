@@ -205,7 +205,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
     }
     if learner.has_stages:
         stages = config.pipeline.settings_of(learner)
-        data["pipeline"] = {**stages, "schedule": candidate.pipelining}
+        data["pipeline"] = {**stages, "schedule": "fused" if layout.fused else "serial"}
     elif config.pipeline.ranks:
         data["pipeline"] = {"ranks": 0}
     if layout.gpus == 1 and not layout.sleeping:
@@ -217,8 +217,6 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
     if layout.sharing in ("all", "learner"):
         roles |= {name: layout.critic if name == "critic" else layout.scorer for name in scorers}
     processes = [_process(learner.ranks, roles)]
-    if learner.has_stages:
-        processes = [{"roles": [LEARNER]}]  # with pipeline.ranks ranks
     if layout.offload:
         processes[0]["offload"] = True
     engine = layout.generator.per_copy
@@ -238,10 +236,11 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
 
 
 def _process(ranks: int, layouts: Mapping[str, Layout]) -> dict[str, Any]:
-    """Return the entry of ranks that hold roles by these layouts."""
-    sizes = {role: layout.settings for role, layout in layouts.items()}
+    """Return the entry of ranks that hold roles by these layouts. Stages are in ``[pipeline]``."""
+    divided = {role: on for role, on in layouts.items() if ranks > 1 and not on.has_stages}
+    sizes = {role: layout.settings for role, layout in divided.items()}
     entry: dict[str, Any] = {"roles": list(layouts), "ranks": ranks}
-    return {**entry, "layout": sizes} if ranks > 1 else entry
+    return {**entry, "layout": sizes} if sizes else entry
 
 
 def check_writable(file: str | Path) -> None:

@@ -75,7 +75,7 @@ def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
     if plans.baseline and plans.baseline not in results:
         results.append(plans.baseline)
     for number, result in enumerate(results, 1):
-        yield from _plan(number, result, plan)
+        yield from plan_lines(number, result, plan)
     if plans.baseline is None:
         yield "   No layout with all roles on all GPUs, one after another, fits."
     yield (
@@ -91,7 +91,7 @@ def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
         yield f"Assumed: {assumption}"
 
 
-def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
+def plan_lines(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
     from stretto.planner.candidates import memory_by_phase
 
     candidate = result.candidate
@@ -131,7 +131,7 @@ def _roles(candidate: Candidate, plan: Plan) -> str:
     offload = ", roles offloaded" if layout.offload else ""
     learner = f"learner {layout.learner}"
     if layout.learner.has_stages:
-        learner += f" ({candidate.pipelining})"
+        learner += " (fused)" if layout.fused else " (serial)"
     parts = [f"{learner}, {layout.micro_tokens:,} tokens a micro-batch{again}{offload}"]
     parts.append(f"generators {layout.generator}")
     if plan.spec.models.scoring:

@@ -155,7 +155,8 @@ class PipelineConfig(Section):
     @staticmethod
     def settings_of(layout: Layout) -> dict[str, Any]:
         """Return the settings by which both models have a layout."""
-        return {"ranks": layout.ranks, "stage_counts": (layout.pp, layout.pp)}
+        counts, slices = (layout.pp, layout.pp), (layout.tp, layout.tp)
+        return {"ranks": layout.ranks, "stage_counts": counts, "stage_slices": slices}
 
     @property
     def multiple(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,8 +24,8 @@ class Shape:
     """Shape of a decoder.
 
     Attributes:
-        layers: a fraction if pipeline stages share one.
         inner: size of the MLP's intermediate state.
+        layers: a fraction in the mean of uneven pipeline stages.
         outputs: of the last layer: the vocabulary, or 1 in a critic or reward model.
         tied: embedding and output layer are one matrix.
         gated: the MLP has a gate, like Llama's, and thus three matrices instead of two.
@@ -102,7 +103,12 @@ class Shape:
         return self.layers * self.layer_parameters / tensor + head_and_norm
 
     def stage(self, stages: int) -> Shape:
-        return self if stages == 1 else replace(self, layers=self.layers / stages)
+        """Return the fullest of pipeline stages, of which only the first has the embedding, and
+        only the last the output layer.
+        """
+        if stages == 1:
+            return self
+        return replace(self, layers=ceil(self.layers / stages), tied=True)
 
     def valued(self) -> Shape:
         return replace(self, outputs=1, tied=False)

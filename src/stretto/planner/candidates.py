@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import product
-from typing import Literal
+from functools import cache, cached_property
+from itertools import chain, islice, product
 
 from stretto.bounds import ceil_div
 from stretto.config import ScheduleConfig
@@ -24,7 +23,7 @@ from stretto.types import ScoreKind
 MESSAGE_S = 0.001  # seconds to deliver a call of a role and its answer (assumed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, as a mean is cached
 class PlanSpec:
     """The input of a plan: models and work, GPUs, and variants of the schedule. ``functions`` are
     costs of reward functions by name, which have CPUs of their own."""
@@ -45,6 +44,11 @@ class PlanSpec:
         w = self.workload
         return max(int(w.prompt_tokens.quantile(0.95, 0)), 1) + w.max_new_tokens
 
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Of a response, prompt included. Each access of the workload's own draws many lengths."""
+        return self.workload.mean_tokens
+
     def in_flight(self, schedule: ScheduleConfig) -> int:
         return schedule.most_in_flight(self.workload.batch, self.workload.samples_per_prompt)
 
@@ -52,22 +56,10 @@ class PlanSpec:
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)  # tokens of a learner's micro-batches
 SPLITS = 64  # Most sizes of a role to try. With more GPUs, roles get full nodes.
 STAGES = (2, 4, 8, 16)  # of a learner's pipelines
+STAGE_TOKENS = (1024, 2048, *MICRO_TOKENS)  # of their micro-batches, as many fill them better
 Kind = tuple[str, str]  # the sharing of GPUs, and the schedule
 BASELINE = ("all", "sync")
 """The kind that is always searched: all roles on all GPUs, one after another."""
-Pipelining = Literal["serial", "fused"]
-"""Schedules of a learner's pipelines: one model after the other by 1F1B (serial), or both at once
-in opposite directions (fused; RLHFuse, section 5)."""
-
-
-def bubble(pipelining: Pipelining, stages: int) -> float:
-    """Return a stage's idle time in an update, in micro-batches, for each model.
-
-    It is the same for any number of micro-batches from twice the stages on. A fused schedule is of
-    two equal models, at the lower bound of latency, which the solver of :mod:`stretto.pipelines`
-    reaches for them.
-    """
-    return stages - 1.0 if pipelining == "serial" else ((stages + 1) // 2 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +70,6 @@ class Candidate:
     variant: str
     schedule: ScheduleConfig
     engines: int = 1
-    pipelining: Pipelining = "serial"
-
-    @property
-    def bubble(self) -> float:
-        """A stage's idle time in an update, in micro-batches, for a model."""
-        return bubble(self.pipelining, self.layout.learner.pp)
 
     @property
     def kind(self) -> Kind:
@@ -101,7 +87,12 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
         elif plain.sharing == "learner":
             seen = replace(plain, generator=Layout())
         for way in quickest(seen):
-            layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=way.checkpointing)
+            layout = replace(
+                plain,
+                micro_tokens=way.micro_tokens,
+                checkpointing=way.checkpointing,
+                fused=way.fused,
+            )
             for variant, schedule in spec.variants.items():
                 candidate = Candidate(layout, variant, schedule)
                 if _pointless(candidate):
@@ -109,8 +100,6 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
                 if schedule.knobs.migrates(2) and not schedule.knobs.streams:
                     candidate = replace(candidate, engines=layout.generator.dp)
                 yield candidate
-                if layout.learner.pp > 1:
-                    yield replace(candidate, pipelining="fused")
 
 
 def fits(spec: PlanSpec, candidate: Candidate) -> bool:
@@ -128,12 +117,9 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     phases = memory_model.phases_of(models, layout, rows, spec.longest, spec.hardware)
     if candidate.schedule.knobs.streams:
         tensor, copies = layout.scorer.tp, layout.scorer.dp
-        tokens = rows * spec.workload.mean_tokens / copies
+        tokens = rows * spec.mean_tokens / copies
         streams = tokens * sum(memory_model.cache_bytes(shape, tensor) for shape in models.scoring)
         phases["scoring"] = {**phases["scoring"], "responses that stream": streams}
-    if candidate.pipelining == "fused":  # at most: micro-batches of both models are in flight
-        more = phases["training"]["activations"]
-        phases["training"] = {**phases["training"], "activations of more micro-batches": more}
     return phases
 
 
@@ -160,16 +146,24 @@ class _Divisions:
     models: ModelShapes
     gpus: int
     gpus_per_node: int
+    most_pipelines: int  # of a model; 0 if it may not be cut into stages
 
     def learner(self, ranks: int) -> list[Layout]:
         slices = self._slices(ranks, self.models.trained)
         return [Layout(fsdp=ranks // tp, tp=tp) for tp in slices]
 
     def pipelines(self, ranks: int) -> list[Layout]:
+        """Return layouts that the pipelines of both models have."""
         if self.models.critic is None:
             return []
-        stages = min(ranks, *(shape.layers for shape in self.models.trained))
-        return [Layout(dp=ranks // pp, pp=pp) for pp in STAGES if pp <= stages and ranks % pp == 0]
+        layers = min(shape.layers for shape in self.models.trained)
+        ways = product(STAGES, self._slices(ranks, self.models.trained))
+        return [
+            Layout(dp=ranks // (pp * tp), pp=pp, tp=tp)
+            for pp, tp in ways
+            if pp <= layers and ranks % (pp * tp) == 0
+            if ranks <= pp * tp * self.most_pipelines
+        ]
 
     def generator(self, ranks: int) -> list[Layout]:
         return self._copies(ranks, (self.models.actor,))
@@ -177,13 +171,16 @@ class _Divisions:
     def scorer(self, ranks: int) -> list[Layout]:
         return self._copies(ranks, self.models.scoring or (self.models.actor,))
 
-    def scorer_in_learner(self, ranks: int, *, in_place: bool) -> list[Layout]:
-        """Scorers may also be shards. If roles are not all in place, a critic needs slices."""
-        copied = () if in_place else self.models.trained[1:]
+    def scorer_in_learner(self, ranks: int, critic: Layout | None) -> list[Layout]:
+        """Scorers may also be shards, next to a critic of the given layout. ``None`` is a critic
+        that uses the learner's weights.
+        """
+        copied = self.models.trained[1:] if critic else ()
         if not (self.models.frozen or copied):
             return [Layout(dp=ranks)]  # of nothing
         ways = self._copies(ranks, (*self.models.frozen, *copied))
-        if ranks > 1 and self.models.frozen and (not copied or Layout(tp=ranks) in ways):
+        divided = not copied or critic in self._copies(ranks, copied)
+        if ranks > 1 and self.models.frozen and divided:
             ways.append(Layout(fsdp=ranks))
         return ways
 
@@ -199,31 +196,45 @@ class _Divisions:
 
 
 def _layouts(spec: PlanSpec) -> Iterator[RunLayout]:
-    gpus, models = spec.gpus, spec.models
-    node, scored = spec.hardware.links.gpus_per_node, models.scoring
-    by = _Divisions(models, gpus, node)
+    """Yield layouts without passes (see :func:`_quickest_passes`)."""
     responses = spec.workload.batch * spec.epochs // spec.updates  # of a mini-batch
-    if gpus <= node or not spec.sleeping:  # Ray shares no GPU among processes
-        scorers_there = by.scorer_in_learner(gpus, in_place=not spec.sleeping)
-        roles = (by.learner(gpus), by.generator(gpus), scorers_there)
-        for learner, generator, scorer in product(*roles):
-            layout = RunLayout(learner, generator, scorer, "all", sleeping=spec.sleeping)
+    by = _Divisions(
+        spec.models,
+        spec.gpus,
+        spec.hardware.links.gpus_per_node,
+        responses if spec.pipelines else 0,
+    )
+    return chain(_colocated(spec, by), _apart(spec, by))
+
+
+def _colocated(spec: PlanSpec, by: _Divisions) -> Iterator[RunLayout]:
+    gpus, sleeping = spec.gpus, spec.sleeping
+    if gpus > by.gpus_per_node and sleeping:  # Ray shares no GPU among processes
+        return
+    learners = by.learner(gpus) if sleeping else by.learner(gpus) + by.pipelines(gpus)
+    for learner, generator in product(learners, by.generator(gpus)):
+        critic = generator if learner.has_stages else None
+        for scorer in by.scorer_in_learner(gpus, Layout(tp=gpus) if sleeping else critic):
+            layout = RunLayout(learner, generator, scorer, "all", sleeping=sleeping)
             yield layout
-            if gpus > 1 and scorer.fsdp == 1 and (scored or not spec.sleeping):
+            if gpus > 1 and scorer.fsdp == 1 and (spec.models.scoring or not sleeping):
                 yield replace(layout, offload=True)
+
+
+def _apart(spec: PlanSpec, by: _Divisions) -> Iterator[RunLayout]:
+    gpus, node = spec.gpus, by.gpus_per_node
     step = node * ceil_div(gpus, node * SPLITS)
     shares = range(1, gpus) if gpus <= SPLITS else range(node, gpus, step)
     for learners in shares:
         rest = gpus - learners
         ways = by.learner(learners)
-        pipelines = by.pipelines(learners) if spec.pipelines else []
-        unshared = [*ways, *(way for way in pipelines if way.dp <= responses)]
+        unshared = ways + by.pipelines(learners)
         for learner, generator in product(unshared, by.generator(rest)):
             if generator in by.scorer(rest):  # a copy with each generator
                 yield RunLayout(learner, generator, generator, "generators")
-        if not scored:
+        if not spec.models.scoring:
             continue
-        scorers_there = by.scorer_in_learner(learners, in_place=False)
+        scorers_there = by.scorer_in_learner(learners, Layout(tp=learners))
         for learner, generator, scorer in product(ways, by.generator(rest), scorers_there):
             yield RunLayout(learner, generator, scorer, "learner")
         powers = [2**k for k in range(gpus.bit_length())]
@@ -235,19 +246,22 @@ def _layouts(spec: PlanSpec) -> Iterator[RunLayout]:
 
 
 def _quickest_passes(spec: PlanSpec, layout: RunLayout) -> list[RunLayout]:
+    in_stages = layout.learner.has_stages
+    sizes = {max(size, spec.longest) for size in (STAGE_TOKENS if in_stages else MICRO_TOKENS)}
     ways = [
-        replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=checkpointing)
-        for tokens, checkpointing in product(MICRO_TOKENS, (False, True))
+        replace(layout, micro_tokens=tokens, checkpointing=checkpointing, fused=fused)
+        for tokens, checkpointing, fused in product(sorted(sizes), (False, True), (False, True))
+        if in_stages or not fused
     ]
-    tokens = int(spec.workload.batch * spec.workload.mean_tokens)
+    tokens = int(spec.workload.batch * spec.mean_tokens)
     ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
     usable = spec.hardware.usable_bytes
-    fitting = [way for way in ways if memory_model.learner_bytes(spec.models, way) <= usable]
+    fits = (way for way in ways if memory_model.learner_bytes(spec.models, way) <= usable)
     if layout.in_place:  # passes that leave the most room for keys and values
         size = spec.workload.batch, spec.longest, spec.hardware
-        rounds = {way: memory_model.rows_in_flight(spec.models, way, *size)[1] for way in fitting}
-        fitting.sort(key=lambda way: rounds[way])
-    return fitting[:1]
+        rounds = {way: memory_model.rows_in_flight(spec.models, way, *size)[1] for way in fits}
+        return sorted(rounds, key=lambda way: rounds[way])[:1]
+    return [*islice(fits, 1)]
 
 
 def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
@@ -275,7 +289,7 @@ def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
         learner=LearnerRole(
             devices=devices["learner"],
             trains=("actor", "critic") if spec.models.critic else ("actor",),
-            cost=cost_of_learner(spec, layout, candidate.bubble),
+            cost=cost_of_learner(spec, layout),
         ),
         workload=spec.workload,
         schedule=candidate.schedule,
@@ -303,17 +317,17 @@ def cost_of_generator(spec: PlanSpec, layout: RunLayout) -> GeneratorCost:
     return cost.model_copy(update={"load_s": load_s})
 
 
-def cost_of_learner(spec: PlanSpec, layout: RunLayout, bubble: float | None = None) -> TrainCost:
+def cost_of_learner(spec: PlanSpec, layout: RunLayout) -> TrainCost:
     """Return the learner's cost, including the swaps of offloaded roles."""
     w = spec.workload
     passes = formulas.TrainingPasses(
-        tokens=w.batch * w.mean_tokens,
-        length=w.mean_tokens,
+        tokens=w.batch * spec.mean_tokens,
+        length=spec.mean_tokens,
         epochs=spec.epochs,
         updates=spec.updates,
         micro_tokens=layout.micro_tokens,
         checkpointing=layout.checkpointing,
-        bubble=bubble,
+        fused=layout.fused,
     )
     cost = formulas.train_cost(spec.models.trained, layout.learner, spec.hardware, passes)
     return cost.model_copy(update={"step_s": cost.step_s + swap_s(spec, layout)})
@@ -331,13 +345,13 @@ def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[Scor
     count = engines if hosted else 1
     per_copy = len(devices) // count
     critic_load_s = 0.0
-    if models.critic and not layout.in_place:
+    if models.critic and not layout.lends_critic:
         sync_s = _broadcast_s if layout.sharing in ("none", "generators") else _reshard_s
         critic_load_s = sync_s(models.critic, layout.learner, layout.critic, spec.hardware)
 
     def cost(shape: Shape, layout: Layout) -> PrefillCost:
         share = replace(layout, dp=max(layout.dp // count, 1))
-        length = spec.workload.mean_tokens
+        length = spec.mean_tokens
         return formulas.prefill_cost(shape, share, spec.hardware, length=length)
 
     return [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TypeVar
 
 from stretto.config import Section
@@ -19,9 +20,9 @@ from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, Sco
 
 R = TypeVar("R", GeneratorRole, ScorerRole, LearnerRole)
 
-OPTIMIZER = 32
-"""Bytes per parameter that AdamW moves in mixed precision: it reads and clears the fp32 gradient,
-and reads and writes the master weight and two moments."""
+GRADIENT, OPTIMIZER = 8, 32
+"""Bytes per parameter that AdamW moves in mixed precision: it reads and clears the fp32 gradient;
+and with this, it reads and writes the master weight and two moments."""
 FORWARD = 2
 TRAINED = 4
 CHECKPOINTED = 6
@@ -55,8 +56,10 @@ def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) ->
 
 
 def optimizer_bytes(shape: Shape, layout: Layout) -> float:
-    """Return the bytes that a device moves to update its shard."""
-    return OPTIMIZER * shape.stage(layout.pp).held(layout.tp) / layout.fsdp
+    """Return the bytes that a device moves in an update. Copies have all gradients, and share the
+    update among themselves (ZeRO stage 1, Rajbhandari et al. 2020)."""
+    shard = shape.stage(layout.pp).held(layout.tp) / layout.fsdp
+    return shard * (GRADIENT + (OPTIMIZER - GRADIENT) / layout.dp)
 
 
 def gather_bytes(total: float, members: int) -> float:
@@ -92,9 +95,7 @@ def reshard_bytes(shape: Shape, learner: Layout, generator: Layout) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPasses:
-    """A learner's passes over the responses of a step. ``bubble`` is a pipeline stage's idle time
-    in an update in micro-batches, per model. ``None`` takes 1F1B's, stages - 1 (Narayanan et al.
-    2021)."""
+    """A learner's passes over the responses of a step."""
 
     tokens: float  # of all responses, prompts included
     length: float = 0.0  # mean tokens of a response, prompt included
@@ -102,12 +103,15 @@ class TrainingPasses:
     updates: int = 1  # optimizer updates a step, over all epochs
     micro_tokens: int = 8192  # of a micro-batch of one shard
     checkpointing: bool = False
-    bubble: float | None = None
+    fused: bool = False  # pipelines of actor and critic run at once, in opposite directions
+
+    def shard_tokens(self, data_parallel: int) -> float:
+        """Return a shard's tokens in an update."""
+        return max(self.tokens * self.epochs / self.updates / data_parallel, 1.0)
 
     def micro(self, data_parallel: int) -> float:
         """Return the tokens of a micro-batch: at most a shard's tokens in an update."""
-        shard_tokens = self.tokens * self.epochs / self.updates / data_parallel
-        return min(self.micro_tokens, max(shard_tokens, 1.0))
+        return min(self.micro_tokens, self.shard_tokens(data_parallel))
 
 
 def generator_cost(
@@ -183,22 +187,46 @@ def prefill_cost(
 def train_cost(
     shapes: Sequence[Shape], layout: Layout, on: Hardware, passes: TrainingPasses
 ) -> costs.TrainCost:
-    """Return the cost of training the actor, and then the critic if there is one. Pipelines sum
-    their float32 gradients once an update.
+    """Return the cost of training the actor, and the critic if there is one. Once an update, copies
+    of a stage reduce its float32 gradients, and exchange their parts of its new weights.
     """
     memory_speed = on.gpu.memory_bytes_per_s * on.assumed.optimizer
     link_speed = on.links.data_bytes_per_s(layout) * on.assumed.link
-    token_s = step_s = 0.0
+    stage_token_s = [_trained_token_s(shape, layout, on, passes) for shape in shapes]
+    update_s = 0.0
     for shape in shapes:
-        stage_token_s = _trained_token_s(shape, layout, on, passes)
-        bubble = layout.pp - 1 if passes.bubble is None else passes.bubble
-        waits_s = bubble * passes.micro(layout.data_parallel) * stage_token_s
         moved_s = optimizer_bytes(shape, layout) / memory_speed
-        gradients = SINGLE * shape.stage(layout.pp).held(layout.tp)
-        summed_s = 2 * gather_bytes(gradients, layout.dp) / link_speed
-        token_s += passes.epochs * stage_token_s / layout.data_parallel
-        step_s += passes.updates * (moved_s + waits_s + summed_s)
-    return costs.TrainCost(step_s=step_s, token_s=token_s)
+        exchanged = (SINGLE + HALF) * shape.stage(layout.pp).held(layout.tp)
+        update_s += moved_s + gather_bytes(exchanged, layout.dp) / link_speed
+    if layout.pp > 1:
+        tokens = passes.shard_tokens(layout.data_parallel)
+        count = ceil(tokens / passes.micro_tokens)
+        micro_s = [tokens / count * seconds for seconds in stage_token_s]
+        update_s += pipeline_waits_s(micro_s, layout.pp, count, fused=passes.fused)
+    token_s = passes.epochs * sum(stage_token_s) / layout.data_parallel
+    return costs.TrainCost(step_s=passes.updates * update_s, token_s=token_s)
+
+
+def pipeline_waits_s(
+    micro_s: Sequence[float], stages: int, micro_batches: int, *, fused: bool
+) -> float:
+    """Return a stage's idle seconds in an update.
+
+    Under 1F1B, that is the time of ``stages - 1`` micro-batches of each model (Narayanan et al.
+    2021). Fused schedules of two models are at the lower bound of RLHFuse, section 7.3, which the
+    solver of :mod:`stretto.pipelines` reaches unless there are few micro-batches: one model may
+    take longer alone, or a device waits for the first micro-batch of either model, and for the last
+    one to drain.
+
+    Args:
+        micro_s: of each model, seconds of a micro-batch on a stage, forward and backward.
+        micro_batches: of each pipeline.
+    """
+    if not fused:
+        return (stages - 1) * sum(micro_s)
+    actor_s, critic_s = micro_s
+    alone_s = (micro_batches + stages - 1) * max(micro_s) - micro_batches * sum(micro_s)
+    return max(alone_s, *(min(i * actor_s, (stages - 1 - i) * critic_s) for i in range(stages)))
 
 
 def _trained_token_s(shape: Shape, layout: Layout, on: Hardware, passes: TrainingPasses) -> float:
@@ -212,9 +240,8 @@ def _trained_token_s(shape: Shape, layout: Layout, on: Hardware, passes: Trainin
     reductions = CHECKPOINTED if checkpointing else TRAINED
     reduced_s, pass_s = _reduced(stage, layout.tp, on, reductions)
     sent_s = 0.0
-    if layout.pp > 1:  # hidden states to the next stage, their gradients back
-        sent_s = 2 * HALF * shape.hidden / layout.tp
-        sent_s /= on.links.between_bytes_per_s * on.assumed.link
+    if layout.pp > 1:  # hidden states to the next stage, their gradients back, on each slice
+        sent_s = 2 * HALF * shape.hidden / (on.links.between_bytes_per_s * on.assumed.link)
     return max(work_s, gather_s) + reduced_s + pass_s / micro + sent_s  # FSDP overlaps
 
 

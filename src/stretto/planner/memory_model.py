@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import Literal
@@ -195,6 +195,7 @@ class DeviceMemory:
         values: bool = False,
         moments: Sequence[str] = (),
         side_by_side: bool = False,
+        fused: bool = False,
     ) -> None:
         """Count a learner.
 
@@ -208,6 +209,7 @@ class DeviceMemory:
             moments: phases in which Adam's moments, and masters separate from the weights, are on
                 the device rather than the host. Empty: always.
             side_by_side: the models train at the same time, not one after the other.
+            fused: pipelines of both models are fused, so more micro-batches are in flight.
         """
         width = self.width
         adapters = self.adapter_parameters if self.adapters else None
@@ -237,6 +239,8 @@ class DeviceMemory:
             passes = [max(passes, key=Counter.total)]
         for parts in passes:
             self.work["training"].update(parts)
+            if fused:  # at most as many as of the larger model
+                self.put("activations of more micro-batches", parts["activations"], "training")
         if values:
             critic = models[-1]
             activations = layer_activation_bytes(critic, tokens, layout.tp)
@@ -301,8 +305,9 @@ class DeviceMemory:
     def _pass(
         self, shape: Shape, layout: Layout, tokens: int, checkpointing: bool, copies: bool
     ) -> Counter[str]:
-        # A pipeline's first stage holds one micro-batch per stage, so the activations of all layers
-        # count.
+        # A pipeline's first stage holds one micro-batch per stage.
+        stage, gradients = shape.stage(layout.pp), self.adapters is None
+        shape = replace(shape, layers=layout.pp * stage.layers)
         rounded = self.adapters is not None and self.width < SINGLE  # frozen under adapters
         activations = activation_bytes(
             shape, tokens, layout.tp, checkpointing=checkpointing, frozen=rounded
@@ -317,7 +322,6 @@ class DeviceMemory:
         if matrix := _dequantized_bytes(shape, self.width):
             parts["dequantized"] = matrix
         if not copies:
-            stage, gradients = shape.stage(layout.pp), self.adapters is None
             parts["gathered"] = round(gathered_bytes(stage, layout, gradients=gradients))
         return parts
 
@@ -383,8 +387,9 @@ def _devices(
         checkpointing=layout.checkpointing,
         versions=0 if in_place else VERSIONS,
         copies=learner.ranks == 1 or learner.pp > 1,
-        values=in_place and models.critic is not None,
+        values=layout.lends_critic and models.critic is not None,
         moments=("scoring", "training") if layout.offload else (),
+        fused=layout.fused,
     )
     tokens = layout.prefill_tokens
     generate = partial(on["generators"].put_inference, "weights", rests=layout.sleeping)
@@ -394,7 +399,7 @@ def _devices(
         score(shape=models.reward, layout=layout.scorer, rests=layout.offload)
     if models.reference:
         score(shape=models.reference, layout=layout.scorer, rests=layout.offload, logits=True)
-    if models.critic and not in_place:
+    if models.critic and not layout.lends_critic:
         sender = learner if layout.sharing == "none" else None
         score(shape=models.critic, layout=layout.critic, learner=sender)
     return on
@@ -425,7 +430,7 @@ def cache_room_bytes(models: ModelShapes, layout: RunLayout, hardware: Hardware)
 
 def frozen_bytes(models: ModelShapes, layout: RunLayout) -> float:
     """Return the bytes of a GPU's weights of frozen models, and of a critic that is a copy."""
-    copies = () if layout.in_place else models.trained[1:]
+    copies = () if layout.lends_critic else models.trained[1:]
     pairs = [(layout.scorer, shape) for shape in models.frozen]
     pairs += [(layout.critic, shape) for shape in copies]
     return sum(weight_bytes(shape, on.tp) / on.fsdp for on, shape in pairs)

@@ -88,7 +88,7 @@ class Bounds:
     def __init__(self, spec: PlanSpec, first: int, last: int) -> None:
         self._spec, self._last = spec, last
         self._generator = cache(lambda layout: cost_of_generator(spec, layout))
-        self._learner = cache(lambda layout, bubble: cost_of_learner(spec, layout, bubble))
+        self._learner = cache(lambda layout: cost_of_learner(spec, layout))
         self._scorers = cache(self._scorers_of)
         self._work = cache(lambda schedule: work_of(spec.workload, schedule, first, last))
 
@@ -97,7 +97,7 @@ class Bounds:
         layout = candidate.layout
         schedule = candidate.schedule
         knobs = candidate.schedule.knobs
-        generator, learner = self._generator(layout), self._learner(layout, candidate.bubble)
+        generator, learner = self._generator(layout), self._learner(layout)
         token_s, load_s = self._scorers(layout)
         work = self._work(self._lockstep(schedule))
         share = CARRIED if knobs.on("overcommit") else 1.0

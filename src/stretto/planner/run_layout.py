@@ -46,8 +46,8 @@ Sharing = Literal["all", "none", "generators", "learner"]
 class RunLayout:
     """The devices of a run's roles, and each role's layout on its devices.
 
-    The learner's stages are pipelines, which no other role shares. With ``sleeping`` generators,
-    engines free their devices outside their phases, and have processes and weights of their own.
+    With ``sleeping`` generators, engines free their devices outside their phases, and have
+    processes and weights of their own.
     """
 
     learner: Layout
@@ -59,6 +59,7 @@ class RunLayout:
     micro_tokens: int = 8192  # of a micro-batch of one shard of the learner
     prefill_tokens: int = 8192  # of a pass without gradients of one generator or scorer
     sleeping: bool = False
+    fused: bool = False  # pipelines of actor and critic run at once, in opposite directions
 
     def __post_init__(self) -> None:
         counts = [self.layouts[role].ranks for role in self.shared]
@@ -84,16 +85,23 @@ class RunLayout:
     @property
     def in_place(self) -> bool:
         """Whether all roles are in the learner's processes, so that none waits for published
-        weights, and the critic scores by the learner's own shards.
+        weights.
         """
         return self.colocated and not self.sleeping
 
     @property
+    def lends_critic(self) -> bool:
+        """Whether the critic scores by the learner's own shards, which stages cannot."""
+        return self.in_place and not self.learner.has_stages
+
+    @property
     def critic(self) -> Layout:
         """The layout of the critic as a scorer. A copy of it is not sharded."""
-        if self.in_place:
+        if self.lends_critic:
             return self.learner
-        return Layout.independent(self.scorer.ranks) if self.scorer.gathers else self.scorer
+        if not self.scorer.gathers:
+            return self.scorer
+        return self.generator if self.in_place else Layout.independent(self.scorer.ranks)
 
     @property
     def shared(self) -> tuple[str, ...]:
