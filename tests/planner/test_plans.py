@@ -208,11 +208,11 @@ def test_pipelines_wait_as_in_the_schedules(
     stages: int, micro_batches: int, sizes: tuple[int, int]
 ) -> None:
     """Of models of like and of different sizes, with many and with few micro-batches."""
-    models = [
+    actor, critic = (
         ModelPipelines.of(stages, 1, micro_batches, forward=n, backward=2 * n, activation=1)
         for n in sizes
-    ]
-    problem, micro = Problem(*models), [3 * n for n in sizes]
+    )
+    problem, micro = Problem(actor, critic), [3 * n for n in sizes]
 
     def idle(latency: int) -> float:
         return latency - micro_batches * sum(micro)

@@ -92,6 +92,7 @@ def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
 
 
 def plan_lines(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
+    """Yield the lines that describe one of a search's plans."""
     from stretto.planner.candidates import memory_by_phase
 
     candidate = result.candidate

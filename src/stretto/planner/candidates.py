@@ -46,7 +46,7 @@ class PlanSpec:
 
     @cached_property
     def mean_tokens(self) -> float:
-        """Of a response, prompt included. Each access of the workload's own draws many lengths."""
+        """Tokens of a response, prompt included. The workload draws many lengths at each access."""
         return self.workload.mean_tokens
 
     def in_flight(self, schedule: ScheduleConfig) -> int:
@@ -247,10 +247,11 @@ def _apart(spec: PlanSpec, by: _Divisions) -> Iterator[RunLayout]:
 
 def _quickest_passes(spec: PlanSpec, layout: RunLayout) -> list[RunLayout]:
     in_stages = layout.learner.has_stages
-    sizes = {max(size, spec.longest) for size in (STAGE_TOKENS if in_stages else MICRO_TOKENS)}
+    sizes = STAGE_TOKENS if in_stages else MICRO_TOKENS
+    budgets = sorted({max(size, spec.longest) for size in sizes})
     ways = [
         replace(layout, micro_tokens=tokens, checkpointing=checkpointing, fused=fused)
-        for tokens, checkpointing, fused in product(sorted(sizes), (False, True), (False, True))
+        for tokens, checkpointing, fused in product(budgets, (False, True), (False, True))
         if in_stages or not fused
     ]
     tokens = int(spec.workload.batch * spec.mean_tokens)
