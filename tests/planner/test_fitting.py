@@ -196,7 +196,7 @@ def test_what_rests_on_the_host_counts_in_its_phases() -> None:
 def test_copies_of_a_stage_share_what_updates_need(width: int) -> None:
     """Two replicas of two stages share moments and, if they are not the weights, masters."""
     load = found(4, width, pipeline={"ranks": 4, "stage_counts": (2, 2)})["cuda:0"]
-    held = 2 * LAYER + 2 * ROOT + 8  # a layer of each model and both ends
+    held = 2 * LAYER + 2 * ROOT  # a layer of each model and an end with an embedding
     parts = {part: load.held[part] for part in ("learner's weights", "learner's states")}
     if width == 2:
         assert parts == {"learner's weights": 2 * held, "learner's states": (4 + 12 / 2) * held}

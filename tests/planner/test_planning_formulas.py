@@ -286,6 +286,10 @@ def test_states_to_the_host() -> None:
     models = ModelShapes.of_one_size(SMALL)
     assert memory_model.kept_bytes(models, Layout(fsdp=4)) == 12 * (388 + 352) / 4
     assert memory_model.kept_bytes(models, Layout(fsdp=2, tp=2)) == 12 * (152 + 84 + 152 + 48) / 2
+    assert memory_model.moments_bytes(models, Layout(fsdp=4)) == 8 * (388 + 352) / 4
+    # Two pipelines of two stages share moments and masters, which stages have next to weights.
+    stages, held = Layout(dp=2, pp=2), 152 + 44 + 152 + 44
+    assert memory_model.moments_bytes(models, stages) == 12 * held / 2
 
 
 # -- operations ------------------------------------------------------------------------------------

@@ -443,10 +443,12 @@ def host_bytes(models: ModelShapes, layout: RunLayout) -> float:
 
 
 def moments_bytes(models: ModelShapes, learner: Layout) -> float:
-    return kept_bytes(models, learner) * MOMENTS / KEPT
+    """Return the bytes of a GPU that offloading moves: moments, and masters of stages."""
+    return kept_bytes(models, learner) * (1 if learner.has_stages else MOMENTS / KEPT)
 
 
 def kept_bytes(models: ModelShapes, learner: Layout) -> float:
-    """Return the bytes of a learner's states on a GPU that outlive a step: all but gradients."""
+    """Return the bytes of a learner's states on a GPU that outlive a step: all but gradients, and
+    weights to compute with. Copies share them."""
     parameters = sum(shape.stage(learner.pp).held(learner.tp) for shape in models.trained)
-    return KEPT * parameters / learner.fsdp
+    return KEPT * parameters / learner.data_parallel
