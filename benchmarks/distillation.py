@@ -1,8 +1,8 @@
 """On-policy distillation against the RL that trained its teacher: minutes, CPU time and pass@1.
 
 For each seed the recipe trains a teacher by RL, and then teaches a fresh copy of its model by
-distillation. Each run is a process of its own, so that its CPU time can be measured: minutes depend
-on other programs of the machine. Warm-ups and the start of the process do not count in the minutes.
+distillation. Minutes depend on other programs of the machine, CPU minutes hardly. Both count the
+steps, without loading models and warm-ups. Rewards are means of ten steps, measured alike in both.
 
     python benchmarks/distillation.py                          # arithmetic, seeds 0, 1 and 2
     python benchmarks/distillation.py --recipe tiny --lr 2e-3 --steps 100
@@ -11,13 +11,14 @@ on other programs of the machine. Warm-ups and the start of the process do not c
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from stretto.models.backend import keep_freed_memory
@@ -38,6 +39,7 @@ SMOKE = {
     "small": True,
 }
 SMALL = {"warmup_examples": 8, "rollout__batch": 4}
+TEN = 10  # steps of a mean
 
 
 class Trained(NamedTuple):
@@ -46,17 +48,26 @@ class Trained(NamedTuple):
     model: Path
     steps: int
     minutes: float  # of the steps
-    cpu_minutes: float  # of the process
+    cpu_minutes: float  # of the same
+    first: float  # mean reward of the first ten steps
+    last: float  # ... of the last ten
 
 
 def train(recipe: str, folder: Path, changes: Mapping[str, Any]) -> Trained:
-    """Train in this process, which takes no other run."""
-    model = api.train(recipe, out=str(folder), progress=NoProgress(), **changes).model
-    lines = (model.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = json.loads(lines[-1])
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = used.ru_utime + used.ru_stime
-    return Trained(model, last["step"], last["time_s"] / 60, cpu_s / 60)
+    """Train in this process. The costs of the first step, which warms up, are those of the mean."""
+    rewards, times = list[float](), list[tuple[float, float]]()
+
+    def note(step: int, metrics: Mapping[str, float]) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        times.append((time.perf_counter() / 60, (used.ru_utime + used.ru_stime) / 60))
+        rewards.append(metrics["objective/scores"])
+
+    quiet = NoProgress()
+    model = api.train(recipe, out=str(folder), progress=quiet, on_step=note, **changes).model
+    share = len(times) / max(len(times) - 1, 1)
+    minutes, cpu_minutes = (share * (b - a) for a, b in zip(times[0], times[-1], strict=True))
+    ends = fmean(rewards[:TEN]), fmean(rewards[-TEN:])
+    return Trained(model, len(rewards), minutes, cpu_minutes, *ends)
 
 
 def apart(function: Any, *given: Any, here: bool) -> Any:
@@ -94,6 +105,7 @@ def both(args: argparse.Namespace, seed: int, folder: Path) -> Iterator[tuple[st
     of_distillation = {
         "algorithm__name": "distill",
         "algorithm__teacher": str(teacher.model),
+        "algorithm__entropy_coef": 0.0,
         "training__lr": args.lr,
         "steps": args.steps,
     }
@@ -105,13 +117,14 @@ def both(args: argparse.Namespace, seed: int, folder: Path) -> Iterator[tuple[st
 def main() -> None:
     args = arguments()
     print(f"{Machine.here()}\n")
-    print("| seed | run | steps | minutes | CPU minutes | pass@1 |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| seed | run | steps | minutes | CPU minutes | first reward | last reward | pass@1 |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             for name, run, share in both(args, seed, Path(folder)):
                 costs = f"{run.steps} | {run.minutes:.1f} | {run.cpu_minutes:.1f}"
-                print(f"| {seed} | {name} | {costs} | {share:.2f} |", flush=True)
+                rewards = f"{run.first:.2f} | {run.last:.2f}"
+                print(f"| {seed} | {name} | {costs} | {rewards} | {share:.2f} |", flush=True)
     if not args.small:
         before = apart(pass_at_1, args.recipe, "", args.samples, {}, here=False)
         print(f"\npass@1 before training: {before:.2f}")

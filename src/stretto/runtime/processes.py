@@ -7,7 +7,7 @@ import pickle
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -245,7 +245,8 @@ class ProcessWorkers:
     def _make(
         self, placed: RolePlacement, setup: RoleSetup
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        overrides = _needed(placed, setup.overrides)
+        teachers = setup.run_config.algorithm.teachers
+        overrides = _needed(placed, setup.overrides, teachers)
         setup = replace(setup, overrides=overrides, ranks=placed.ranks, layout=placed.layout)
         if placed.role == LEARNER:
             return learner_service.learner, (setup, probe_of(self._first))
@@ -256,7 +257,7 @@ class ProcessWorkers:
                 return scorer_roles.reference, (setup,)
             case "critic":
                 return scorer_roles.critic, (setup,)
-            case name if name in setup.run_config.algorithm.teachers:
+            case name if name in teachers:
                 return scorer_roles.teacher, (setup, name)
             case source:
                 return scorer_roles.reward_model, (setup, source, self._first)
@@ -468,12 +469,13 @@ def _rank_names(process: ProcessPlacement) -> list[str]:
     return [name, *(f"{name}, rank {i}" for i in other_ranks)]
 
 
-def _needed(placed: RolePlacement, overrides: Overrides) -> Overrides:
+def _needed(placed: RolePlacement, overrides: Overrides, teachers: Collection[str]) -> Overrides:
     # The learner also has the critic, which may start from a reward model.
+    has_own_model = placed.scorer in overrides.reward_models or placed.scorer in teachers
     trains = placed.role == LEARNER or placed.scorer == "critic"
     return replace(
         overrides,
-        actor=None if placed.scorer in overrides.reward_models else overrides.actor,
+        actor=None if has_own_model else overrides.actor,
         reference=overrides.reference if placed.scorer == "reference" else None,
         critic=overrides.critic if trains else None,
         reward_models={
