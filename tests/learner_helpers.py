@@ -44,7 +44,7 @@ def learned_gradients(
     grads: Grads = {}
 
     def keep(trained: Any, name: str) -> None:
-        def update() -> float:
+        def update(**_: float) -> float:
             for key, p in trained.model.named_parameters():
                 if p.grad is not None:
                     grads[f"{name}.{key}"] = p.grad.clone()

@@ -132,6 +132,12 @@ def test_a_bad_file_is_refused_in_readable_words(
             ["correction"],
         ),
         (
+            {"name": "online-dpo", "ess_scaling": "sqrt"},
+            "ess-scaling-without-weights",
+            ["online-dpo", "leave ess_scaling out"],
+        ),
+        ({"name": "best-of-n", "ess_scaling": "linear"}, "ess-scaling-without-weights", []),
+        (
             {"name": "proximal-rloo", "aggregation": "token_mean"},
             "aggregation-of-responses",
             ["proximal-rloo", "token_mean"],

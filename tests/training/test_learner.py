@@ -298,7 +298,7 @@ def test_models_trained_side_by_side_get_the_gradients_of_one_after_the_other(
             learner = make_learner(actor, critic, settings(training={"microbatch_tokens": 20}))
             learned = learner.trained
             for model in learned.values():
-                model.update = lambda norm=None: 0.0  # type: ignore[method-assign]
+                model.update = lambda norm=None, scale=1.0: 0.0  # type: ignore[method-assign]
             train_on(learner, batch)
             found = {f"{n}.{k}": g for n, m in learned.items() for k, g in m.gradients().items()}  # type: ignore[attr-defined]
             grads.append(found)
@@ -625,7 +625,7 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
         trained: Any = learner.trained["actor"]
         grads: list[Tensor] = []
 
-        def update(norm: float | None = None) -> float:
+        def update(norm: float | None = None, scale: float = 1.0) -> float:
             grads.extend(m.grad.flatten() for m in trained._masters if m.grad is not None)
             return 0.0
 

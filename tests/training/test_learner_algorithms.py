@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,43 @@ def test_effective_sample_size_is_the_mean_over_updates(name: str) -> None:
     assert stats["staleness/ess"] == pytest.approx(sum(shares) / 2, rel=1e-5)
     assert len(shares) == 2
     assert min(shares) < 0.999
+
+
+@pytest.mark.parametrize("scaling", ["sqrt", "linear"])
+def test_the_effective_sample_size_scales_the_learning_rate(scaling: str) -> None:
+    """Weights equal those of a learning rate that was scaled by hand, also the decay of weights,
+    and the next update has the full rate again.
+    """
+    algorithm = {"name": "rloo", "kl_coef": 0.0}
+    training = {"lr": 1e-2, "weight_decay": 0.1}
+    actor = llama(dtype=torch.float64)
+    batch = make_batch(actor, algorithm)
+    learner = learner_of(algorithm | {"ess_scaling": scaling}, actor, training=training)
+    share = train_on(learner, batch)["staleness/ess"]
+    assert 0.1 < share < 0.99
+    factor = math.sqrt(share) if scaling == "sqrt" else share
+    by_hand = llama(dtype=torch.float64)
+    other = learner_of(algorithm, by_hand, training=training | {"lr": 1e-2 * factor})
+    assert train_on(other, batch)["staleness/ess"] == share
+    weights = dict(by_hand.named_parameters())
+    for name, found in actor.named_parameters():
+        torch.testing.assert_close(found, weights[name], rtol=0, atol=1e-15)
+    assert learner.trained["actor"].lr == 1e-2
+
+
+def test_updates_on_current_weights_are_not_scaled() -> None:
+    """To rounding: all importance weights are 1."""
+    actor, scaled = llama(dtype=torch.float64), llama(dtype=torch.float64)
+    algorithm = {"name": "rloo"}
+    batch = make_batch(actor, algorithm)
+    for rollout, row in zip(batch, now(actor, batch), strict=True):
+        rollout.logprobs = array("f", row[: len(rollout)].tolist())
+    train_on(learner_of(algorithm, actor), batch)
+    stats = train_on(learner_of(algorithm | {"ess_scaling": "sqrt"}, scaled), batch)
+    assert stats["staleness/ess"] == pytest.approx(1, abs=1e-6)
+    weights = dict(actor.named_parameters())
+    for name, found in scaled.named_parameters():
+        torch.testing.assert_close(found, weights[name], rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -307,7 +345,7 @@ def test_fewer_units_than_mini_batches_make_one_update_each(name: str) -> None:
     learner = learner_of(algorithm, actor, training={"minibatches": 4, "epochs": 2})
     updates = []
     take = learner.trained["actor"].update
-    learner.trained["actor"].update = lambda norm=None: updates.append(1) or take(norm)  # type: ignore[method-assign]
+    learner.trained["actor"].update = lambda norm=None, scale=1.0: updates.append(1) or take(norm)  # type: ignore[method-assign]
     stats = train_on(learner, make_batch(actor, algorithm))
     assert len(updates) == 2 * 3
     assert stats["policy/grad_norm"] > 0

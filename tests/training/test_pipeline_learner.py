@@ -154,7 +154,11 @@ CASES: dict[str, dict[str, Any]] = {
         "training": {"minibatches": 1, "epochs": 2},
     },
     "the policy before the step is the one under training": {
-        "algorithm": {"old_policy": "proximal", "correction": "truncate"},
+        "algorithm": {
+            "old_policy": "proximal",
+            "correction": "truncate",
+            "ess_scaling": "sqrt",
+        },
         "training": {"microbatch_tokens": 40},
     },
     "lora": {"training": {"microbatch_tokens": 60}},

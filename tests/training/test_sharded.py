@@ -136,7 +136,12 @@ def test_every_algorithm_learns_the_same_of_episodes(
 
 def test_ranks_learn_the_same_of_episodes_in_several_updates(two: RankGroup) -> None:
     """Ratios to the policy before the step, of which ranks share out the passes."""
-    algorithm = {"name": "ppo", "old_policy": "proximal", "correction": "truncate"}
+    algorithm = {
+        "name": "ppo",
+        "old_policy": "proximal",
+        "correction": "truncate",
+        "ess_scaling": "linear",
+    }
     given = algorithm_settings(algorithm, training={"microbatch_tokens": 60, "minibatches": 2})
     batch = train_batch(as_episodes(make_batch(models("plain")[0], given["algorithm"])))
     assert_same_learning(two, "plain", given, [batch] * 2)

@@ -188,6 +188,10 @@ class AlgorithmConfig(Section):
     """Importance weights of tokens or of full responses."""
     correction_cap: Positive = 2.0
     """Largest importance weight."""
+    ess_scaling: Literal["off", "sqrt", "linear"] = "off"
+    """Multiply the actor's learning rate in each update by the effective sample size of the
+    responses' importance weights, as a share of the responses (staleness/ess), or by its square
+    root (VCPO: sqrt)."""
 
     @property
     def is_outside(self) -> bool:
@@ -271,6 +275,12 @@ class AlgorithmConfig(Section):
         broken["old-policy-without-ratio"] = idle and (
             f"algorithm.old_policy = 'proximal' has no effect on '{self.name}', whose loss has "
             "no ratio to an old policy; leave old_policy and correction out"
+        )
+        scales = self.ess_scaling != "off"
+        broken["ess-scaling-without-weights"] = (scales and not algorithm.corrects) and (
+            f"algorithm.ess_scaling = '{self.ess_scaling}' scales steps by the importance weights "
+            f"of responses, and the loss of '{self.name}' is none that such weights fit; leave "
+            "ess_scaling out"
         )
         per_source = self.normalizes_sources
         unfit = "algorithm.multi_objective_aggregation" not in algorithm.settings

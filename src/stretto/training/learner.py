@@ -5,6 +5,7 @@ Shapes: B responses and T tokens of a batch; b, T of a micro-batch; N response t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from stretto.algorithms.experience import Experience
 from stretto.algorithms.kl import AdaptiveKL
-from stretto.algorithms.policy import SQUARES, SUM, TOKENS, with_effective_sample_size
+from stretto.algorithms.policy import ESS, SQUARES, SUM, TOKENS, with_effective_sample_size
 from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import prepare
 from stretto.config import Config
@@ -232,9 +233,18 @@ class PolicyLearner(Stateful):
         metrics = with_effective_sample_size(sum(by_model.values(), Metrics()))
         if thawed:
             self._agreement.check(metrics)
-            norms["actor"] += self._actor.update()
+            norms["actor"] += self._actor.update(scale=self._step_scale(metrics))
             self._moved = True
         return metrics
+
+    def _step_scale(self, metrics: Metrics) -> float:
+        """The factor of the actor's learning rate, by ``algorithm.ess_scaling`` (VCPO, Huang et al.
+        2026)."""
+        scaling = self.config.algorithm.ess_scaling
+        if scaling == "off":
+            return 1.0
+        share = metrics.sums[ESS].item()
+        return math.sqrt(share) if scaling == "sqrt" else share
 
     def microbatches(
         self,

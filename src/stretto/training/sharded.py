@@ -144,12 +144,12 @@ class ShardedModel(DividedModel):
 
     # -- updates ---------------------------------------------------------------------------------
 
-    def update(self, norm: float | None = None) -> float:
+    def update(self, norm: float | None = None, scale: float = 1.0) -> float:
         for weight, master in zip(self._weights, self._masters, strict=True):
             if isinstance(weight, DTensor):
                 master.grad = None if weight.grad is None else _local(weight.grad)
         self._add_up_others()
-        norm, self._updates = super().update(self._norm()), self._updates + 1
+        norm, self._updates = super().update(self._norm(), scale), self._updates + 1
         if self.grid.slices and self._updates % COMPARED_EVERY == 0:
             self._align(self.grid.slices)
         if self._reduces_once is None:

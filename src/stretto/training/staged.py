@@ -104,10 +104,10 @@ class StageModel(DividedModel):
         dist.all_reduce(logprobs)  # all but last stages have zeros
         return logprobs.cpu()
 
-    def update(self, norm: float | None = None) -> float:
+    def update(self, norm: float | None = None, scale: float = 1.0) -> float:
         gradients = self.gradients()
         self._executor.reduce(self.name, gradients, self._rank_of)
-        return super().update(self._executor.norm(self.name, gradients, self._rank_of))
+        return super().update(self._executor.norm(self.name, gradients, self._rank_of), scale)
 
     def _owns(self, name: str) -> bool:
         return self._rank_of(self.model.names[name], self._column) == self._executor.rank

@@ -338,10 +338,10 @@ class TrainedModel(WholeModel):
         if gradients := [*self.gradients().values()]:
             torch._foreach_zero_(gradients)
 
-    def update(self, norm: float | None = None) -> float:
+    def update(self, norm: float | None = None, scale: float = 1.0) -> float:
         """Take an optimizer step on the gradients since the last one and return their norm, which
-        must be given if this model is one of several parts. Raises LearnerError, with the weights
-        unchanged, if the norm is not finite.
+        must be given if this model is one of several parts. ``scale`` multiplies the learning rate
+        of this step. Raises LearnerError, with the weights unchanged, if the norm is not finite.
         """
         self.before_update()
         if norm is None:
@@ -351,6 +351,8 @@ class TrainedModel(WholeModel):
             nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
         require_finite_norm(norm)
         with self._gate.passing():
+            for group in self._optimizer.param_groups:
+                group["lr"] *= scale  # until the schedule sets the next one
             if self._decaying:  # before the step, like AdamW (Loshchilov and Hutter 2019)
                 with torch.no_grad():
                     torch._foreach_mul_(self._decaying, 1 - self.lr * self._weight_decay)
