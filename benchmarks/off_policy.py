@@ -25,6 +25,7 @@ from stretto.models.backend import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 
+from _old_data import REMEDIES
 from _shared import parse
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
@@ -34,7 +35,9 @@ from stretto.runs import train
 
 SETTINGS = Path(__file__).parents[1] / "tests" / "algorithms" / "tiny_algorithms.toml"
 STEPS = 400
-"""Updates of every run, a multiple of each N."""
+"""Updates of a run, a multiple of each N."""
+SHORT = 96
+"""Updates of a run that compares remedies: six rounds of N = 16."""
 WINDOW = 10
 """Steps that rewards are averaged over."""
 
@@ -47,15 +50,22 @@ class Variant:
     """One algorithm at one N.
 
     Attributes:
-        old_policy, correction: as in ``[algorithm]``.
+        old_policy, correction, level, cap, ess_scaling: as in ``[algorithm]``.
+        remedy: a key of REMEDIES.
         lr: instead of that of the file; 0 keeps it.
+        steps: updates of a run.
     """
 
     algorithm: str
     n: int
     old_policy: str = "behaviour"
     correction: str = "off"
+    level: str = "token"
+    cap: float = 2.0
+    ess_scaling: str = "off"
+    remedy: str = ""
     lr: float = 0.0
+    steps: int = STEPS
 
     @property
     def title(self) -> str:
@@ -63,6 +73,10 @@ class Variant:
         parts = [self.algorithm]
         parts += [self.old_policy] if self.old_policy != "behaviour" else []
         parts += [self.correction] if self.correction != "off" else []
+        parts += [self.level] if self.level != "token" else []
+        parts += [self.remedy] if self.remedy else []
+        parts += [f"cap {self.cap:g}"] if self.cap != 2.0 else []
+        parts += [f"ess {self.ess_scaling}"] if self.ess_scaling != "off" else []
         parts += [f"lr {self.lr:g}"] if self.lr else []
         return ", ".join(parts)
 
@@ -84,9 +98,36 @@ VARIANTS = (
     *(Variant(algorithm, n) for algorithm, n in product(MAIN, DIAL)),
     Variant("copg", 16),
     *(Variant("ppo", 16, *how) for how in CORRECTED),
-    *(Variant("ppo", 16, old, correction, SMALL_LR) for old, correction in (PLAIN, *CORRECTED)),
+    *(Variant("ppo", 16, *how, lr=SMALL_LR) for how in (PLAIN, *CORRECTED)),
 )
 """The curves; what the corrections make of PPO at N = 16, there also with smaller steps."""
+
+TRUNCATED: dict[str, Any] = {
+    "old_policy": "proximal",
+    "correction": "truncate",
+    "level": "sequence",
+}
+MASKED: dict[str, Any] = {
+    "old_policy": "proximal",
+    "correction": "mask",
+    "level": "sequence",
+    "cap": 1.01,
+    "remedy": "geometric mean",
+}
+OF_RLOO: tuple[dict[str, Any], ...] = (
+    {},
+    TRUNCATED,
+    {"ess_scaling": "sqrt"},
+    TRUNCATED | {"ess_scaling": "sqrt"},
+    TRUNCATED | {"remedy": "optimal baseline"},
+    MASKED,
+)
+OF_PPO: tuple[dict[str, Any], ...] = ({}, {"ess_scaling": "sqrt"}, MASKED)
+OLD_DATA = (
+    *(Variant("rloo", 16, steps=SHORT, **how) for how in OF_RLOO),
+    *(Variant("ppo", 16, steps=SHORT, **how) for how in OF_PPO),
+)
+"""Remedies for old data."""
 
 
 SMOKE: dict[str, Any] = {"steps": 16, "warmup_examples": 0, "rollout": {"batch": 4}}
@@ -97,11 +138,18 @@ def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
     """The recipe, the algorithm's changes, the variant's, N, and other changes; in this order."""
     data = recipes.load("tiny").model_dump()
     of_algorithm = tomllib.loads(SETTINGS.read_text())[variant.algorithm]
-    corrections = {"old_policy": variant.old_policy, "correction": variant.correction}
+    corrections = {
+        "old_policy": variant.old_policy,
+        "correction": variant.correction,
+        "correction_level": variant.level,
+        "correction_cap": variant.cap,
+        "ess_scaling": variant.ess_scaling,
+    }
+    observe = {"progress": "off", "checkpoint_minutes": 0}
     for changes in (
         of_algorithm,
         {"algorithm": corrections, "schedule": {"weight_sync_interval": variant.n}},
-        {"seed": seed, "steps": STEPS, "observe": {"progress": "off", "checkpoint_minutes": 0}},
+        {"seed": seed, "steps": variant.steps, "observe": observe},
         changed,
     ):
         for key, value in changes.items():
@@ -111,15 +159,19 @@ def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
     return Config.model_validate(data)
 
 
-def metrics(config: Config, out: Path, name: str) -> list[dict[str, Any]]:
-    """The figures of every step of a run, which is taken if it has not been."""
+def metrics(config: Config, out: Path, name: str, remedy: str = "") -> list[dict[str, Any]]:
+    """The figures of every step of a run, which is taken if neither it nor a longer one has been.
+    The learning rate is constant, so a longer run starts with the same steps.
+    """
     for folder in sorted(out.glob(f"{name}-[0-9][0-9][0-9]")):
         run_dir = RunDirectory.open(folder)
         rows = run_dir.read_metrics()
-        if len(rows) == config.steps and recipes.load(folder) == config:
-            return rows
+        same = recipes.load(folder).model_copy(update={"steps": config.steps}) == config
+        if len(rows) >= config.steps and same:
+            return rows[: config.steps]
     run_dir = RunDirectory.create(out, name, config)
-    train(config, run_dir=run_dir, progress=NoProgress())
+    with REMEDIES[remedy]():
+        train(config, run_dir=run_dir, progress=NoProgress())
     return run_dir.read_metrics()
 
 
@@ -132,19 +184,23 @@ class Curve:
         kl: nats a response to the reference, mean of the last steps.
         clipped: share of tokens (of responses, for proximal-rloo) beyond the clip range, mean of
             all steps; ``None`` where nothing is clipped.
+        ess: effective sample size, mean of all steps; ``None`` in runs older than the metric.
     """
 
     rewards: Sequence[float]
     kl: float
     clipped: float | None
+    ess: float | None
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Curve:
         clipped = [r["policy/clipfrac_avg"] for r in rows if "policy/clipfrac_avg" in r]
+        ess = [r["staleness/ess"] for r in rows if "staleness/ess" in r]
         return cls(
             rewards=[row["objective/scores"] for row in rows],
             kl=fmean(row["objective/kl"] for row in rows[-WINDOW:]),
             clipped=fmean(clipped) if clipped else None,
+            ess=fmean(ess) if ess else None,
         )
 
     @property
@@ -156,11 +212,15 @@ class Curve:
 
 def table(curves: Mapping[Variant, Sequence[Curve]]) -> Iterator[str]:
     """Markdown, a row for each variant; single runs in the order of their seeds."""
-    yield "| algorithm | N | reward, last 10 | of each seed | best | first at 0.7 | KL | clipped |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield (
+        "| algorithm | N | reward, last 10 | of each seed | best | first at 0.7 | KL | clipped | "
+        "ESS |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
     for variant, runs in curves.items():
         lasts = [c.smoothed[-1] for c in runs]
         clipped = [c.clipped for c in runs if c.clipped is not None]
+        ess = [c.ess for c in runs if c.ess is not None]
         cells = (
             variant.title,
             str(variant.n),
@@ -170,6 +230,7 @@ def table(curves: Mapping[Variant, Sequence[Curve]]) -> Iterator[str]:
             ", ".join(_reached(c, 0.7) for c in runs),
             f"{fmean(c.kl for c in runs):.2f}",
             f"{fmean(clipped):.1%}" if clipped else "",
+            f"{fmean(ess):.2f}" if ess else "",
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -268,13 +329,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/off-policy"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--svg", type=Path, help="where to draw the curves")
+    parser.add_argument("--old-data", action="store_true", help="compare remedies for old data")
     args = parse(parser, {"seeds": [0]})
-    variants, changed = VARIANTS, dict[str, Any]()
+    variants, changed = OLD_DATA if args.old_data else VARIANTS, dict[str, Any]()
     if args.smoke:
         scratch = tempfile.TemporaryDirectory()
         args.out = Path(scratch.name)
         args.svg = args.out / "curves.svg"
-        variants, changed = (Variant("ppo", 1), Variant("ppo", 16, *CORRECTED[-1])), SMOKE
+        variants = (
+            Variant("ppo", 1),
+            Variant("ppo", 16, *CORRECTED[-1]),
+            OLD_DATA[4],
+            OLD_DATA[-1],
+        )
+        changed = SMOKE
     args.out.mkdir(parents=True, exist_ok=True)
 
     curves: dict[Variant, list[Curve]] = {v: [] for v in variants}
@@ -282,7 +350,8 @@ def main() -> None:
         if variant.lr and seed != args.seeds[0]:
             continue  # a side question: one seed
         config = settings(variant, seed, changed)
-        curves[variant].append(Curve.of(metrics(config, args.out, variant.name(seed))))
+        rows = metrics(config, args.out, variant.name(seed), variant.remedy)
+        curves[variant].append(Curve.of(rows))
         print(f"{variant.name(seed)}: {curves[variant][-1].smoothed[-1]:.3f}", flush=True)
     print()
     print("\n".join(table(curves)))
