@@ -68,7 +68,8 @@ class OptimalBaselineLearner(PolicyLearner):
         responses: Sequence[Response],
         units: Sequence[Sequence[int]],
         experience: Experience,
-        fresh: Tensor,
+        *,
+        counted: bool = True,
     ) -> list[MicroBatch]:
         model = self._actor.model
         assert experience.behaviour_logprobs is not None
@@ -78,7 +79,7 @@ class OptimalBaselineLearner(PolicyLearner):
         advantages = optimal_advantages(experience.advantages[:, 0], weights, self.groups)
         changed = torch.where(experience.mask, advantages[:, None], 0.0)
         experience = replace(experience, advantages=changed)
-        return super().microbatches(responses, units, experience, fresh)
+        return super().microbatches(responses, units, experience, counted=counted)
 
 
 def optimal_advantages(advantages: Tensor, weights: Tensor, groups: Tensor) -> Tensor:

@@ -69,6 +69,9 @@ class IdleLearner:
         """Take a step."""
         return TrainStepOutput({"objective/scores": 0.0}, np.zeros(len(batch), np.float32))
 
+    async def accumulate(self, batch: TrainBatch) -> None:
+        """Do nothing."""
+
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish nothing new."""
         self.version += 1

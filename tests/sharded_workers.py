@@ -178,6 +178,16 @@ class ShardedRank:
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]
 
+    def train_on_groups(
+        self, parts: Sequence[TrainBatch], batch: TrainBatch, steps: int
+    ) -> list[Mapping[str, float]]:
+        stats = []
+        for _ in range(steps):
+            for part in parts:
+                self.learner.accumulate(part)
+            stats.append(self.learner.train(batch).stats)
+        return stats
+
     def train_apart(self, batch: TrainBatch, apart: float) -> tuple[dict[str, Tensor], list[str]]:
         """Take a step after which undivided weights are compared, with rank 1's apart by so much;
         return what this rank has of them, and what it warns of.

@@ -134,6 +134,11 @@ class Learner(Protocol):
         mean reward, which controllers follow.
         """
 
+    async def accumulate(self, batch: TrainBatch) -> None:
+        """Prepare the next step with complete groups of its batch. Changes no result of
+        :meth:`train` beyond rounding, whose batch must hold these groups again.
+        """
+
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
 

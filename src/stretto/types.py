@@ -466,7 +466,8 @@ class Work:
     """A stretch of work, by the clock of the worker that did it.
 
     Attributes:
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate, swap or wait.
+        name: gen, prefill/ROLE, score/ROLE, accumulate, update, publish, load, migrate, swap or
+            wait.
         attributes: further facts, for example rollouts, tokens, version.
         beside: whether it ran in parallel with calls, and may have begun before this one.
     """

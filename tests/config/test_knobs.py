@@ -11,8 +11,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
+from raising import raises
 from stretto.cli.compare import DEFAULT_VARIANTS, VARIANTS
-from stretto.config import KNOBS, PRESETS, Config, Knobs, PresetName, ScheduleConfig
+from stretto.config import KNOBS, PRESETS, Config, Knobs, PresetName, ScheduleConfig, recipes
+from stretto.config.algorithm import ALGORITHMS
+from stretto.config.changes import merged
+from stretto.errors import ConfigError
 from stretto.observe.progress import headline
 
 DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
@@ -54,7 +58,7 @@ def test_table_settings_and_presets_have_the_same_knobs() -> None:
         assert settings[name].description == knob.help
         assert knob.off[0] == getattr(Knobs(), name)
     on = {name for preset in PRESETS.values() for name in KNOBS if preset.knobs.on(name)}
-    assert on == set(KNOBS)  # some preset turns each
+    assert on == set(KNOBS) - {"train_on"}  # some preset turns each, but for what few may use
     for preset in PRESETS.values():
         assert all(preset.knobs.on(knob) for knob in preset.parts.values())
 
@@ -78,6 +82,8 @@ def test_what_is_set_by_hand_comes_before_the_preset() -> None:
         ({"hold": "keep"}, set()),
         ({"hold": "offload"}, {"hold"}),
         ({"hold": "auto"}, {"hold"}),
+        ({"train_on": "batch"}, set()),
+        ({"train_on": "group", "score_on": "rollout"}, {"train_on", "score_on"}),
     ],
 )
 def test_which_values_switch_a_knob_on(values: dict[str, Any], on: set[str]) -> None:
@@ -94,6 +100,7 @@ def test_what_each_knob_takes() -> None:
         "lag": {"training worker", "weights"},
         "migrate": {"engines"},
         "hold": set(),
+        "train_on": {"training worker", "weights"},
     }
 
 
@@ -142,16 +149,17 @@ def test_over_committing_alone_overlaps_nothing() -> None:
 
 def test_the_line_that_a_run_shows() -> None:
     assert Knobs("chunk", "auto", 1, 0.5).describe(2) == (
-        "score on chunk, overcommit auto, lag 1, migrate 0.5"
+        "score on chunk, overcommit auto, lag 1, migrate 0.5, train on batch"
     )
-    assert Knobs(hold="remake").describe(1, episodes=True).endswith(", hold remake")
+    assert Knobs(hold="remake").describe(1, episodes=True).endswith(", hold remake, train on batch")
     one = Config.model_validate({"schedule": {"preset": "rlhfuse"}})
     assert (
         "\nschedule: rlhfuse: score on rollout, overcommit 0, lag 0, "
-        "migrate off (there is one engine)" in headline(one)
+        "migrate off (there is one engine), train on batch" in headline(one)
     )
-    assert "\nschedule: sync: score on batch, overcommit 0, lag 0, migrate off" in headline(
-        Config()
+    assert (
+        "\nschedule: sync: score on batch, overcommit 0, lag 0, migrate off, train on batch"
+        in headline(Config())
     )
 
 
@@ -198,3 +206,48 @@ def test_the_documented_tables_are_these() -> None:
     assert [row[0] for row in rows if row[0].startswith("schedule.")] == [
         f"schedule.{name}" for name in KNOBS
     ]
+
+
+ON_GROUPS = {"schedule": {"train_on": "group", "score_on": "rollout"}}
+GRPO = {"algorithm": {"name": "grpo"}, "rollout": {"batch": 8, "samples_per_prompt": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "facts"),
+    [
+        ({"schedule": {"train_on": "group"}}, "group-before-scores", ["schedule.score_on"]),
+        ({"schedule": {"lag": 1}}, "group-with-lag", ["schedule.lag = 1"]),
+        ({"schedule": {"preset": "async"}}, "group-with-lag", ["schedule.lag = 1"]),
+        ({"schedule": {"weight_sync_interval": 2}}, "group-of-several-steps", ["= 2"]),
+        ({"training": {"minibatches": 2}}, "group-among-minibatches", ["= 2"]),
+        ({"algorithm": {"name": "ppo"}}, "group-needs-others", ["'ppo'"]),
+        ({"algorithm": {"scale_rewards": "batch"}}, "group-needs-others", ["scale_rewards"]),
+        (
+            {
+                "algorithm": {"multi_objective_aggregation": "normalize_then_sum"},
+                "reward": {"missing_eos": "off"},
+            },
+            "group-needs-others",
+            ["multi_objective_aggregation"],
+        ),
+        (
+            {"algorithm": {"entropy_coef": 0.1, "entropy_aggregation": "token_mean"}},
+            "group-with-two-means",
+            ["sequence_mean", "entropy_aggregation"],
+        ),
+    ],
+)
+def test_what_a_learner_cannot_do_with_groups_is_refused(
+    changes: dict[str, Any], code: str, facts: list[object]
+) -> None:
+    given: dict[str, Any] = merged(GRPO, ON_GROUPS)
+    assert recipes.build(given, "here").schedule.knobs.train_on == "group"
+    if code == "group-before-scores":
+        given = dict(GRPO)
+    with raises(ConfigError, code, *facts):
+        recipes.build(merged(given, changes), "here")
+
+
+@pytest.mark.parametrize("name", [n for n, a in ALGORITHMS.items() if a.group > 1])
+def test_all_algorithms_of_groups_can_start_early(name: str) -> None:
+    assert recipes.build(merged(merged(GRPO, ON_GROUPS), {"algorithm": {"name": name}}), "here")

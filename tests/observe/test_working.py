@@ -208,8 +208,8 @@ def test_three_lines_say_what_runs_on_what_and_where_results_go() -> None:
         "ppo with ./m: 135M parameters, bfloat16 on cpu",
         "7 steps on dataset sums.jsonl, rewards by task, r.py:brief; a step: 32 responses "
         "(8 prompts x 4), 1 epoch(s) x 2 mini-batch(es) of 16",
-        "schedule: sync: score on batch, overcommit 0, lag 0, migrate off; runtime local; results "
-        "in runs/m-001",
+        "schedule: sync: score on batch, overcommit 0, lag 0, migrate off, train on batch; "
+        "runtime local; results in runs/m-001",
     ]
     tuning = SftConfig.model_validate({"data": {"name": "chats.jsonl"}, "steps": 3, "batch": 8})
     assert headline(tuning, about, "results in runs/s-001").splitlines() == [

@@ -438,3 +438,43 @@ def test_a_reward_that_hangs_ends_the_run_and_names_what_it_waited_for(
     assert process.returncode == 2, err
     assert "has not answered for 4 s" in err
     assert "rollout(s): 0" in err
+
+
+# -- a learner that starts on groups -------------------------------------------------------------
+
+OF_PROMPTS: dict[str, Any] = {
+    "steps": 3,
+    "rollout": {"batch": 8, "samples_per_prompt": 2, **UNEVEN},
+    "algorithm": {"name": "grpo", "kl_coef": 0.05, "entropy_coef": 0.01},
+}
+ON_GROUPS = {"score_on": "rollout", "chunk_tokens": 2}
+
+
+def steps_begun_early(run_dir: RunDirectory) -> int:
+    return sum(m.get("timing_s/accumulate", 0.0) > 0 for m in run_dir.read_metrics())
+
+
+@pytest.mark.parametrize(
+    "name", ["over-committed", "checkpointing", pytest.param("local", marks=pytest.mark.slow)]
+)
+def test_training_on_groups_trains_the_same_but_for_rounding(
+    name: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The same responses, rewards and metrics, and weights that differ by sums in another order."""
+    by_name: dict[str, dict[str, Any]] = {
+        "over-committed": {"schedule": {"overcommit": 4}},
+        "checkpointing": {"model": {"gradient_checkpointing": "on"}},
+        "local": {"runtime": "local"},
+    }
+    sections = by_name[name]
+    schedule = {**ON_GROUPS, **sections.pop("schedule", {})}
+    ends = []
+    for choice in ("batch", "group"):
+        config = settings(
+            tiny_folder, **OF_PROMPTS, schedule={**schedule, "train_on": choice}, **sections
+        )
+        ends.append(run(config, tmp_path)[0])
+    plain, grouped = ends
+    assert_same_run(plain, grouped, exact=False)
+    assert steps_begun_early(plain) == 0
+    assert steps_begun_early(grouped) >= 1

@@ -19,6 +19,7 @@ from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfi
 from stretto.errors import ConfigError, RewardError, RoleLostError, StalledError
 from stretto.machine import Machine
 from stretto.observe.spans import Span, Spans
+from stretto.planner.calibration import calibrate
 from stretto.planner.formulas import priced
 from stretto.planner.replay import Recording
 from stretto.runtime.sim.cluster import (
@@ -142,6 +143,45 @@ def test_one_version_of_lag_by_hand() -> None:
     result = simulate(small_cluster(ScheduleConfig(lag=1), (10, 20), 2))
     assert result.makespan_s == pytest.approx(40 + 3.2 + 5.5)
     assert [s["staleness/mean"] for s in result.steps] == [0.0, 1.0]
+
+
+def test_training_on_groups_by_hand() -> None:
+    """At 10 s one of two responses has ended, and 11 tokens take 1.1 s to score and 2.2 s to train
+    on, while the other is decoded. Its 21 tokens take 2.1 s to score; the update's 1 s and their
+    4.2 s are left.
+    """
+    on_batch = ScheduleConfig(score_on="rollout", chunk_tokens=10)
+    made = []
+    for schedule in (on_batch, on_batch.model_copy(update={"train_on": "group"})):
+        cluster = small_cluster(schedule, (10, 20), 2)
+        cost = TrainCost(step_s=1.0, token_s=0.2, publish_s=0.5)
+        learner = cluster.learner.model_copy(update={"cost": cost})
+        made.append(simulate(cluster.model_copy(update={"learner": learner})))
+    plain, result = made
+    assert plain.makespan_s == pytest.approx(2 * (20 + 2.1 + 1 + 6.4 + 0.5) + 0.25)
+    assert result.makespan_s == pytest.approx(2 * (20 + 2.1 + 1 + 4.2 + 0.5) + 0.25)
+    early = [(s.start_s, s.end_s) for s in result.spans if s.name == "accumulate"]
+    assert early[0] == (pytest.approx(11.1), pytest.approx(13.3))
+    for each in made:  # every second of the learner is accounted for
+        idle_s = sum(s for (who, _), s in each.idle_s.items() if who == "learner")
+        assert each.utilisation["learner"] * each.makespan_s == pytest.approx(2 * (1 + 6.4 + 0.5))
+        assert 15.8 + idle_s == pytest.approx(each.makespan_s)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_only_the_passes_of_a_first_update_precede_it(updates: int) -> None:
+    """All devices are the learner's from the last score on: the rest is what it would have been."""
+    schedule = ScheduleConfig(score_on="rollout", chunk_tokens=10, train_on="group")
+    cluster = small_cluster(schedule, (10, 20), 2)
+    cost = TrainCost(step_s=1.0, token_s=0.2)
+    learner = cluster.learner.model_copy(update={"cost": cost, "updates": updates})
+    result = simulate(cluster.model_copy(update={"learner": learner}))
+    first, *_ = [s.end_s - s.start_s for s in result.spans if s.name == "accumulate"]
+    update, *_ = [s.end_s - s.start_s for s in result.spans if s.name == "update"]
+    assert first == pytest.approx(2.2 / updates)
+    assert update == pytest.approx(7.4 - first)
+    measured = calibrate(result.spans).learner  # 32 tokens a step tell step and tokens not apart
+    assert measured.seconds(32) == pytest.approx(7.4)
 
 
 def test_overcommitment_by_hand() -> None:

@@ -196,6 +196,36 @@ def test_runs_of_four_thousand_seeds_go_on_from_each_of_their_checkpoints() -> N
     assert counts["all"] >= 10_000
 
 
+def test_a_learner_that_starts_on_groups_trains_on_the_same() -> None:
+    """Whatever the other settings; and it goes on from each checkpoint, without its sums."""
+    counts = Counter[str]()
+    for seed in range(80):
+        drawn = random_setting(seed)
+        s = drawn.settings
+        carries = max(s.max_carries, -(-drawn.delta // s.batch))
+        on_batch = replace(
+            s,
+            score_on="rollout" if s.score_on == "batch" else s.score_on,
+            lag=0,
+            weight_sync_interval=1,
+            max_carries=carries,
+        )
+        setting = replace(drawn, settings=replace(on_batch, train_on="group"))
+        try:
+            counts["checkpoints"] += resumed(setting)
+        except RewardError:
+            continue
+        if setting.timeless:
+            (want, _), (got, _) = (
+                run(taken(each), seed=seed, shuffle=False)
+                for each in (setting, replace(drawn, settings=on_batch))
+            )
+            assert got == want, seed
+            counts["the same batches"] += 1
+    assert counts["checkpoints"] >= 150
+    assert counts["the same batches"] >= 30
+
+
 # -- episodes -------------------------------------------------------------------------------------
 
 

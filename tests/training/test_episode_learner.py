@@ -162,7 +162,7 @@ def test_samples_share_a_pass_only_where_the_loss_is_of_whole_responses(name: st
     learner = learner_of(named(name), actor, training={"microbatch_tokens": 1})
     batch = train_batch(as_episodes(make_batch(actor, named(name))))
     e = learner.experience_of(batch)
-    made = learner.microbatches(batch.responses(), e.units, e, torch.zeros(8, dtype=torch.bool))
+    made = learner.microbatches(batch.responses(), e.units, e)
     sizes = sorted(len(m.tokens) for m in made)
     assert sizes == ([1, 1, 1, 1, 2, 2] if name == "proximal-rloo" else [1] * 8)
 

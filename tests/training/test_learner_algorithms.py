@@ -313,7 +313,7 @@ def test_pairs_stay_together() -> None:
     assert sorted(len(p) for p in parts) == [1, 2]
     assert sorted(unit for part in parts for unit in part) == sorted(pairs)
     for units in parts:
-        made = learner.microbatches(told(batch), units, e, torch.zeros(8, dtype=torch.bool))
+        made = learner.microbatches(told(batch), units, e)
         assert sorted(tuple(r.id for r in rows_in(m, batch)) for m in made) == sorted(units)
         assert sum(m.inputs.response_weights.sum().item() for m in made) == pytest.approx(1)
         for m in made:
@@ -330,8 +330,7 @@ def test_micro_batches_of_pairs_keep_to_the_budget(budget: int) -> None:
     learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
     batch = make_batch(actor, algorithm)
     e = learner.experience_of(train_batch(batch))
-    fresh = torch.zeros(8, dtype=torch.bool)
-    made = learner.microbatches(told(batch), e.units, e, fresh)
+    made = learner.microbatches(told(batch), e.units, e)
     sizes = [[len(r.prompt.tokens) + len(r) for r in rows_in(m, batch)] for m in made]
     assert sum(map(len, sizes)) == 6
     assert all(max(s) * len(s) <= budget or len(s) == 2 for s in sizes)

@@ -134,6 +134,32 @@ def test_every_algorithm_learns_the_same_of_episodes(
     assert_same_learning(ranks, "plain", given, [batch] * 2)
 
 
+@pytest.mark.parametrize("layout", ["two", "both"])
+@pytest.mark.parametrize("reduces", ["each pass", "once"])
+def test_groups_that_come_first_teach_the_same(
+    layout: str, reduces: str, request: pytest.FixtureRequest
+) -> None:
+    """Gradients of shards are added over the calls, and those of a changed group are discarded."""
+    ranks: RankGroup = request.getfixturevalue(layout)
+    given = algorithm_settings({"name": "grpo"}, training={"microbatch_tokens": 60, "epochs": 2})
+    rollouts = make_batch(models("plain")[0], given["algorithm"])
+    batch = train_batch(rollouts)
+    parts = [train_batch([r for r in rollouts if r.prompt.id == prompt]) for prompt in (8, 5)]
+    spare = [1 << 40] * 4 if reduces == "once" else []
+    ranks.call(ShardedRank.make, "plain", given, spare)
+    whole = whole_learner("plain", given)
+    fewer = train_batch([r for r in rollouts if r.id != 0])  # of prompt 5
+    for each, steps in ((batch, 2), (fewer, 2)):
+        expected = [whole.train(each).stats for _ in range(steps)]
+        for stats in ranks.call(ShardedRank.train_on_groups, parts, each, steps):
+            for got, want in zip(stats, expected, strict=True):
+                for name in want.keys() - ROUNDING:
+                    assert got[name] == pytest.approx(want[name], rel=LEARNED, abs=LEARNED), name
+    (weights, _), *_ = ranks.call(ShardedRank.weights)
+    for name, tensor in whole.weights()["actor"].items():
+        torch.testing.assert_close(weights["actor"][name], tensor, rtol=LEARNED, atol=LEARNED)
+
+
 def test_ranks_learn_the_same_of_episodes_in_several_updates(two: RankGroup) -> None:
     """Ratios to the policy before the step, of which ranks share out the passes."""
     algorithm = {

@@ -136,13 +136,16 @@ class LossInputs:
         fresh = None if self.fresh is None else places(self.mask & self.fresh[:, None])
         return replace(self, places=places(self.mask), fresh_places=fresh)
 
-    def weighted(self, averaging: Aggregation, longest: int) -> LossInputs:
-        """Return the same rows with weights, as the full set that an optimizer step trains on."""
+    def weighted(self, averaging: Aggregation, longest: int, *, counted: bool = True) -> LossInputs:
+        """Return the same rows with weights, as the full set that an optimizer step trains on, or
+        a part of it (not ``counted``).
+        """
+        episodes = self.episodes
         return replace(
             self,
-            weights=token_weights(self.mask, averaging, longest, self.episodes),
-            means=token_weights(self.mask, "token_mean"),
-            response_weights=response_weights(self.mask, self.episodes),
+            weights=token_weights(self.mask, averaging, longest, episodes, counted=counted),
+            means=token_weights(self.mask, "token_mean", counted=counted),
+            response_weights=response_weights(self.mask, episodes, counted=counted),
         )
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -35,7 +35,12 @@ def first_rows(episodes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_weights(
-    mask: Tensor, mode: Aggregation, longest: int = 1, episodes: Tensor | None = None
+    mask: Tensor,
+    mode: Aggregation,
+    longest: int = 1,
+    episodes: Tensor | None = None,
+    *,
+    counted: bool = True,
 ) -> Tensor:
     """Return the weight of each token in a per-token loss: [B, T] float32, 0 outside the mask.
 
@@ -43,12 +48,15 @@ def token_weights(
     result. Empty responses do not count among the responses, as they have no tokens to average.
     ``token_mean`` gives ``mask / tokens``, so every token counts the same. ``sequence_mean`` gives
     ``mask / (length_b * responses)``, so every response counts the same. ``sequence_sum`` gives
-    ``mask / responses``. ``fixed_length`` gives ``mask / (longest * responses)``.
+    ``mask / responses``. ``fixed_length`` gives ``mask / (longest * responses)``. Without
+    ``counted``, ``tokens`` and ``responses`` are 1, for any part of these responses.
     """
     lengths = joined(mask.sum(dim=1), episodes)[:, None]
-    responses = _count(mask.any(dim=1), episodes)
+    tokens, responses = mask.sum(), count_responses(mask.any(dim=1), episodes)
+    if not counted:
+        tokens = responses = torch.ones_like(tokens)
     denominator = {
-        "token_mean": mask.sum(),
+        "token_mean": tokens,
         "sequence_mean": lengths * responses,
         "sequence_sum": responses,
         "fixed_length": longest * responses,
@@ -56,16 +64,20 @@ def token_weights(
     return torch.where(mask, 1.0 / denominator.clamp_min(1), 0.0)
 
 
-def response_weights(mask: Tensor, episodes: Tensor | None = None) -> Tensor:
+def response_weights(
+    mask: Tensor, episodes: Tensor | None = None, *, counted: bool = True
+) -> Tensor:
     """Return the weight of each row in a per-response loss, [B] float32. It is 1 / (number of
-    non-empty responses), divided equally among the rows of an episode. Rows without a token get 0.
+    non-empty responses, or 1 without ``counted``), divided equally among the rows of an episode.
+    Rows without a token get 0.
     """
     present = mask.any(dim=1)
-    denominator = _count(present, episodes) * joined(present.long(), episodes)
+    responses = count_responses(present, episodes) if counted else 1
+    denominator = responses * joined(present.long(), episodes)
     return torch.where(present, 1.0 / denominator.clamp_min(1), 0.0)
 
 
-def _count(present: Tensor, episodes: Tensor | None) -> Tensor:
+def count_responses(present: Tensor, episodes: Tensor | None) -> Tensor:
     """Count the responses [] among the rows marked ``present`` [B]."""
     if episodes is None:
         return present.sum()

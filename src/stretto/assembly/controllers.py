@@ -132,6 +132,7 @@ def controls(run: ScheduledRun) -> Controls:
         run.settings,
         score_on=s.knobs.score_on,
         lag=s.knobs.lag,
+        train_on=s.knobs.train_on,
         weight_sync_interval=s.weight_sync_interval,
         max_carries=s.max_carries,
         deadline_s=s.deadline_s,

@@ -17,7 +17,7 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
     machine.
 
     A checkpoint (0 if none is written) has float32 masters and both Adam moments of all trained
-    weights, and the generation weights if generation lags behind. The models are the final one, the
+    weights, and the generation weights if they are a copy. The models are the final one, the
     warm-up's outcome, and, in an evaluated run, the best model and its replacement.
     """
     reinforced = (config.algorithm, config.reward) if isinstance(config, Config) else ()
@@ -30,7 +30,8 @@ def written(config: Config | SupervisedConfig) -> tuple[int, int] | None:
         return 0, weights
     if config.observe.checkpoints:
         trained = sum(role in TRAINED_ROLES for role in plan.mixed)
-        checkpoint = 12 * plan.trained * trained + (weights if config.schedule.knobs.lag else 0)
+        checkpoint = 12 * plan.trained * trained
+        checkpoint += weights if config.schedule.knobs.copies_weights else 0
     models = 1 + bool(config.warmup_examples) + 2 * bool(config.observe.eval_every)
     return checkpoint, weights * models
 

@@ -67,7 +67,7 @@ def command_compare(
 ) -> int:
     """Train with several schedules, on the same recipe, seeds and data order, and compare them in
     one table. Settings come from the recipe and from options after it, and apply to all runs. Each
-    variant replaces the recipe's schedule.preset and its five knobs. The runs, with their trained
+    variant replaces the recipe's schedule.preset and its six knobs. The runs, with their trained
     models, and the table go into a new folder in --out. With --sim and no recipe: the same in
     virtual time ('stretto compare --sim CLUSTER.toml --help').
 

@@ -233,6 +233,16 @@ class AlgorithmConfig(Section):
         return self.definition.aggregation is None or "sequence" in levels
 
     @property
+    def by_group(self) -> bool:
+        """Whether the responses to a prompt determine their part of the gradient, up to the number
+        of tokens or responses of the batch.
+        """
+        scaled = "algorithm.scale_rewards" in self.definition.settings
+        of_batch = self.normalizes_sources or (scaled and self.scale_rewards == "batch")
+        compares = self.definition.group > 1 and not self.definition.critic
+        return compares and not of_batch and not self.is_outside
+
+    @property
     def has_reference(self) -> bool:
         return self.kl_coef > 0 and not self.teacher
 

@@ -1,4 +1,4 @@
-"""Settings of the schedule: five knobs, their presets, and consequences of both.
+"""Settings of the schedule: six knobs, their presets, and consequences of both.
 
 A knob is a field of :class:`Knobs`, an entry of :data:`KNOBS`, and a setting of the same name
 (:class:`ScheduleConfig`). All lists of knobs or presets are derived from these.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stretto.types import Sampling
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
+TrainOn = Literal["batch", "group"]
 Controlled = Literal["chunk_tokens", "overcommit", "migrate", "hold"]
 """Settings whose value a controller may choose."""
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
@@ -74,19 +75,28 @@ KNOBS: Mapping[str, Knob] = {
         "the way that costs least by measured rates, for those that are expected to wait longest.",
         off=("keep",),
     ),
+    "train_on": Knob(
+        "When the learner starts on a step: once its batch is complete, or with each prompt whose "
+        "responses are all scored, while others are decoded. The update is the same. group needs "
+        "score_on = rollout or chunk, lag = 0, and an algorithm that compares the responses to one "
+        "prompt.",
+        needs=("training worker", "weights"),
+        off=("batch",),
+    ),
 }
 """Every knob, by the name of its setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """Values of the five knobs, and their consequences."""
+    """Values of the six knobs, and their consequences."""
 
     score_on: ScoreOn = "batch"
     overcommit: int | Literal["auto"] = 0
     lag: int = 0
     migrate: float | Literal["off", "auto"] = "off"
     hold: Literal["keep", "offload", "remake", "auto"] = "keep"
+    train_on: TrainOn = "batch"
 
     def on(self, name: str) -> bool:
         return getattr(self, name) not in KNOBS[name].off
@@ -115,7 +125,7 @@ class Knobs:
 
     @property
     def trains_beside(self) -> bool:
-        """Whether the learner works while the next responses are decoded."""
+        """Whether the learner works while responses are decoded."""
         return "training worker" in self.needs
 
     @property
@@ -183,7 +193,7 @@ PRESETS: Mapping[PresetName, Preset] = {
 }
 """Every preset, by name. docs/schedules.md names their sources."""
 
-_PRESET_HELP = "What the five knobs are where they say 'preset'. " + " ".join(
+_PRESET_HELP = "What the six knobs are where they say 'preset'. " + " ".join(
     f"{name}: {preset.help}." for name, preset in PRESETS.items()
 )
 
@@ -229,6 +239,7 @@ class Settings:
     reward_weights: Mapping[str, float] | None = None
     score_on: ScoreOn = "batch"
     lag: int = 0
+    train_on: TrainOn = "batch"
     weight_sync_interval: int = 1
     max_carries: int = 8
     deadline_s: float = 1800.0
@@ -244,7 +255,7 @@ def _from_preset(knob: str) -> Any:
 
 
 class ScheduleConfig(Section):
-    """Order and overlap of the work: five knobs, and the settings that adapt them."""
+    """Order and overlap of the work: six knobs, and the settings that adapt them."""
 
     preset: PresetName = Field(default="sync", description=_PRESET_HELP)
     score_on: Literal["preset", ScoreOn] = _from_preset("score_on")
@@ -252,6 +263,7 @@ class ScheduleConfig(Section):
     lag: Literal["preset"] | NonNegativeInt = _from_preset("lag")
     migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
     hold: Literal["preset", "keep", "offload", "remake", "auto"] = _from_preset("hold")
+    train_on: Literal["preset", TrainOn] = _from_preset("train_on")
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two checks for ended ones, and that are streamed at a
     time; 0 tries several sizes and keeps the best."""
@@ -330,6 +342,23 @@ class ScheduleConfig(Section):
     def first_overcommit(self, batch: int) -> int:
         half = self.largest_overcommit(batch) // 2
         return self.overcommit_start or max(half, self.overcommit_min)
+
+    def rules(self, broken: Rules) -> None:
+        """Check that a learner that starts on groups gets scored ones in time."""
+        knobs, interval = self.knobs, self.weight_sync_interval
+        on_groups = knobs.on("train_on")
+        broken["group-before-scores"] = (on_groups and not knobs.scores_early) and (
+            "schedule.train_on = 'group' needs scores while other responses are decoded; set "
+            "schedule.score_on = 'rollout' or 'chunk'"
+        )
+        broken["group-with-lag"] = (on_groups and knobs.lag) and (
+            f"with schedule.lag = {knobs.lag} the learner trains on an earlier batch while "
+            "responses are decoded; leave out schedule.train_on = 'group', or set schedule.lag = 0"
+        )
+        broken["group-of-several-steps"] = (on_groups and interval > 1) and (
+            f"schedule.weight_sync_interval = {interval} decodes the responses of several steps "
+            "together, and schedule.train_on = 'group' needs those of one; leave one of them out"
+        )
 
     def overcommit_rules(self, batch: int) -> Rules:
         """Return the rules for the bounds of delta with this batch size."""

@@ -372,8 +372,29 @@ class Config(Section):
         broken["freeze-without-critic"] = (frozen and not needs.critic) and (
             f"critic.freeze_steps = {frozen}, and '{a.name}' has no critic; set it to 0"
         )
+        if self.schedule.knobs.on("train_on"):
+            self._group_rules(broken)
         if self.pipeline.ranks:
             self._pipeline_rules(broken)
+
+    def _group_rules(self, broken: Rules) -> None:
+        a, minibatches = self.algorithm, self.training.minibatches
+        broken["group-among-minibatches"] = minibatches > 1 and (
+            "schedule.train_on = 'group' takes prompts in the order in which they are done, and "
+            f"training.minibatches = {minibatches} divides a batch at random; set it to 1"
+        )
+        broken["group-needs-others"] = not a.by_group and (
+            "schedule.train_on = 'group' needs gradients of a prompt that do not depend on others, "
+            f"as those of '{a.name}' do with these settings; choose an algorithm such as grpo, "
+            "without algorithm.scale_rewards = 'batch' and algorithm.multi_objective_aggregation "
+            "= 'normalize_then_sum'"
+        )
+        of_tokens = a.entropy_coef and a.entropy_aggregation == "token_mean"
+        broken["group-with-two-means"] = (of_tokens and a.averaging != "token_mean") and (
+            "schedule.train_on = 'group' divides the loss by one number, and the entropy bonus "
+            f"counts tokens while algorithm.aggregation = '{a.averaging}' counts responses; set "
+            "algorithm.entropy_aggregation = 'auto'"
+        )
 
     def _pipeline_rules(self, broken: Rules) -> None:
         p, minibatches = self.pipeline, self.training.minibatches

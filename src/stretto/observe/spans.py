@@ -41,9 +41,9 @@ class Span:
     Attributes:
         role: 'generator' ('generator 0', 'generator 1', ... of several), a scorer's name,
             'learner', or one of :data:`NO_DEVICES`. Each has a track in a timeline.
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
-            driver/WORK, checkpoint/stage, checkpoint/write, of an environment open and step, or
-            :data:`WAIT` or :data:`DOWN`.
+        name: gen, prefill/ROLE, score/ROLE, accumulate, update, publish, load, send, migrate,
+            swap, driver/WORK, checkpoint/stage, checkpoint/write, of an environment open and step,
+            or :data:`WAIT` or :data:`DOWN`.
         attributes: further facts, for example rollouts, tokens and version. A wait has a ``cause``:
             data, stragglers, environment, scores, weights, swap.
     """

@@ -290,7 +290,7 @@ class _Rollouts:
 
     def __init__(self) -> None:
         self._worked: dict[int, dict[str, Event]] = {}  # the last of each role, by rollout
-        self._scored: set[int] = set()  # scored rollouts without an update
+        self._scored: set[int] = set()  # scored rollouts not trained on
         self._published: dict[int, Event] = {}  # by version
 
     @property
@@ -315,10 +315,11 @@ class _Rollouts:
         elif kind == "score":
             self._scored.update(rollouts)
             yield _counter(_WAITING, _end(event), _DRIVER, self.waiting)
-        elif kind == "update":
+        elif kind in ("accumulate", "update"):
             self._scored.difference_update(rollouts)
             yield _counter(_WAITING, event["ts"], _DRIVER, self.waiting)
-            yield from self._batch(rollouts, event)
+            if kind == "update":
+                yield from self._batch(rollouts, event)
         elif kind == "publish" and version is not None:
             self._published[version] = event
             if len(self._published) > LIST_ITEMS:

@@ -211,9 +211,21 @@ def _scorer(spans: Sequence[Span]) -> costs.PrefillCost | costs.SampleCost:
 
 
 def _learner(spans: Sequence[Span]) -> costs.TrainCost:
-    updates = [s for s in spans if s.name == "update"]
+    updates = _with_accumulated(spans)
     step_s, token_s = _fit_line(updates, lambda s: s.attributes["tokens"])
     return costs.TrainCost(step_s=step_s, token_s=token_s, publish_s=_mean_s(spans, "publish"))
+
+
+def _with_accumulated(spans: Sequence[Span]) -> list[Span]:
+    """Return the updates, each longer by those of its passes that preceded it."""
+    updates, accumulated_s = [], 0.0
+    for span in sorted(spans, key=lambda s: s.start_s):
+        if span.name == "accumulate":
+            accumulated_s += span.end_s - span.start_s
+        elif span.name == "update":
+            updates.append(replace(span, start_s=span.start_s - accumulated_s))
+            accumulated_s = 0.0
+    return updates
 
 
 def _driver(spans: Sequence[Span]) -> dict[str, costs.DriverCost]:

@@ -110,9 +110,10 @@ class Bounds:
         if not knobs.streams and not knobs.on("overcommit"):
             produced = max(produced, scoring)  # scorers cannot score a batch while it is trained on
         # The training of lag + 1 steps ago must end before this generation begins.
-        in_turn = (produced + training) / (knobs.lag + 1)
+        left = learner.seconds(0) if knobs.on("train_on") else training
+        in_turn = (produced + left) / (knobs.lag + 1)
         if not knobs.lag:
-            return max(in_turn, scorers)
+            return max(in_turn, scorers, training)
         on_learner = training + (scorers if layout.sharing == "learner" else 0.0)
         on_generators = generating + (scoring if layout.sharing == "generators" else 0.0)
         return max(in_turn, on_learner, on_generators, scorers)

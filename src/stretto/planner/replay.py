@@ -295,6 +295,7 @@ _SCORING, _SCORING_BY = ("prefill", "score"), "scoring: "
 _PHASES = {
     "gen": "generation",
     "migrate": "moving responses",
+    "accumulate": "training",
     "update": "training",
     "publish": SYNC,
     "send": SYNC,

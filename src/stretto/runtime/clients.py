@@ -168,6 +168,9 @@ class LearnerClient(Client):
     async def train(self, batch: TrainBatch) -> TrainStepOutput:
         return await self._call(LearnerService.train, batch)
 
+    async def accumulate(self, batch: TrainBatch) -> None:
+        await self._call(LearnerService.accumulate, batch)
+
     async def publish(self) -> Mapping[str, WeightsRef]:
         return await self._call(LearnerService.publish)
 

@@ -53,6 +53,10 @@ WARMUP = timedelta(days=7)
 """The longest that other ranks wait for a warm-up."""
 
 
+def _tokens(batch: TrainBatch) -> int:
+    return max(batch.total_tokens, 1)
+
+
 class LearnerService(Service):
     """The learner on one of its ranks. It scores the probe, token ids [n, t], for each version."""
 
@@ -87,12 +91,19 @@ class LearnerService(Service):
     def ready(self) -> Ready:
         return self._ready
 
-    @Remote("update", task="update", waits=True, size=lambda batch: max(batch.total_tokens, 1))
+    @Remote("update", task="update", waits=True, size=_tokens)
     def train(self, batch: TrainBatch) -> Reply[TrainStepOutput]:
         with self._timed("update") as timed:
             output = self._learner.train(batch)
             timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
         return Reply(output, timed.work)
+
+    @Remote("accumulate", task="update", reads=True, waits=True, size=_tokens)
+    def accumulate(self, batch: TrainBatch) -> Reply[None]:
+        with self._timed("accumulate") as timed:
+            self._learner.accumulate(batch)
+            timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
+        return Reply(None, timed.work)
 
     @Remote("publish", task="weight sync", light=True)
     def publish(self) -> Reply[Mapping[str, WeightsRef]]:

@@ -60,10 +60,10 @@ class ProcessPlacement:
 
 
 def shares_weights(knobs: Knobs, found: Sequence[ProcessPlacement]) -> bool:
-    """Return whether all followers are in the learner's process and never lag."""
+    """Return whether all followers are in the learner's process and use its weights."""
     elsewhere = [placed for process in found[1:] for placed in process.roles]
     followers = [placed for placed in elsewhere if placed.scorer in ("", "critic")]
-    return not followers and not knobs.lag
+    return not followers and not knobs.copies_weights
 
 
 def model_scorers(

@@ -38,7 +38,7 @@ class RoleSetup:
     overrides: Overrides
     threads: int  # torch's threads in this process
     devices: Sequence[str]  # of the group's ranks
-    shares_weights: bool = False  # followers are in the learner's process and never lag
+    shares_weights: bool = False  # followers are in the learner's process and use its weights
     offload: bool = False  # idle roles keep their tensors in host memory
     alone: bool = False  # in its process
     shares_gpus: bool = False  # with other processes

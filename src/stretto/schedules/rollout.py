@@ -480,8 +480,7 @@ def reasons_to_reject(
 
     Raises RewardError if more than the share ``failures_allowed`` have no reward, or none is left.
     """
-    scored = {episode_of(r.id) for r in rollouts for s in of_kind(r, "reward") if len(s.values)}
-    failures = {r.id: why for r in rollouts if (why := _no_reward(r, weights, scored)) is not None}
+    failures = without_reward(rollouts, weights)
     if not failures:
         return {}
     by_episode = {episode_of(id_): why for id_, why in failures.items()}  # for all its samples
@@ -518,6 +517,15 @@ def reasons_to_reject(
         list(failures),
         "responses-without-reward",
     )
+
+
+def without_reward(
+    rollouts: Sequence[Rollout], weights: Mapping[str, float] | None
+) -> dict[int, tuple[str, str]]:
+    """Return a short and a full reason for each rollout without a reward, by id."""
+    scored = {episode_of(r.id) for r in rollouts for s in of_kind(r, "reward") if len(s.values)}
+    reasons = {r.id: _no_reward(r, weights, scored) for r in rollouts}
+    return {id_: reason for id_, reason in reasons.items() if reason is not None}
 
 
 def _no_reward(

@@ -11,6 +11,7 @@ from stretto.protocols import DRIVER, Environment, Generator
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.controller import Meter
 from stretto.schedules.controls import Controls
+from stretto.schedules.early_groups import Accumulation
 from stretto.schedules.episodes import Episodes
 from stretto.schedules.fleet import RoleContext
 from stretto.schedules.pool import Pool
@@ -60,7 +61,9 @@ class Rounds(Ledger):
         self.metrics: dict[str, float] = {}  # of the current round
         self.skipped: list[Rollout] = []  # since the last step
         self._gathered: set[int] = set()  # chosen rollouts whose scores are under way
-        if self._skips:
+        self.accumulation = Accumulation(self._settings, self.buffer, scoring)
+        self._changed = context.changed
+        if self._skips or self.accumulation.on:
             scoring.on_scored = self._scored
 
     @property
@@ -139,7 +142,9 @@ class Rounds(Ledger):
 
     def _scored(self, rollout: Rollout) -> None:
         """Skip a rollout's group if it turns out to have equal scores while others are decoded."""
-        if self.is_open and not self.lockstep and rollout.id in self.rollouts:
+        if self.accumulation.on:
+            self._changed.set()
+        if self._skips and self.is_open and not self.lockstep and rollout.id in self.rollouts:
             self._skip([rollout])
             if not self.episodes.exist:  # otherwise opened at the next admission
                 self._decoding()
@@ -250,7 +255,7 @@ class Rounds(Ledger):
         self._scoring.ended(rollout)
         for chosen_rollout in self.buffer.ended(rollout):
             self._scoring.chosen(chosen_rollout)
-        if self._skips and self._scoring.is_scored(rollout):  # by its environment alone
+        if self._scoring.is_scored(rollout):  # by its environment alone
             self._scored(rollout)
 
     def sort_out(self, batch: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:

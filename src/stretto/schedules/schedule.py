@@ -1,11 +1,12 @@
 """The schedule: when each piece of work runs.
 
-Three loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather``
-waits for their scores, and the caller of ``step`` trains on them, batch by batch. Four knobs decide
-how far they overlap: ``score_on`` (when scorers see a response), ``overcommit`` (responses in
-flight beyond the batch), ``lag`` (versions that generation may be behind) and ``migrate`` (whether
-stragglers move together). With all of them off, each stage waits for the one before it. A fifth
-knob, ``hold``, decides on the KV cache of episodes that wait for their environment.
+Loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather`` waits
+for their scores, and the caller of ``step`` trains on them, batch by batch. Five knobs decide how
+far they overlap: ``score_on`` (when scorers see a response), ``overcommit`` (responses in flight
+beyond the batch), ``lag`` (versions that generation may be behind), ``migrate`` (whether stragglers
+move together) and ``train_on`` (whether ``_accumulate`` lets the learner start on groups). With all
+of them off, each stage waits for the one before it. A sixth knob, ``hold``, decides on the KV cache
+of episodes that wait for their environment.
 
 A *round* is the generation between two weight syncs: ``weight_sync_interval`` batches.
 """
@@ -87,6 +88,7 @@ class Schedule:
         )
         self._pool, self._episodes = self._rounds.pool, self._rounds.episodes
         self._buffer, self._meter = self._rounds.buffer, self._rounds.meter
+        self._accumulation = self._rounds.accumulation
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
         self._steps = 0
@@ -95,6 +97,7 @@ class Schedule:
         self.weights_lock = asyncio.Lock()  # held while weights are being loaded
         self.abandoned: Sequence[Rollout] = ()  # in flight at an error, rejected with the cause
         self.updating = False  # whether the learner may have left the last step's state
+        self._idle_since_s: float | None = None  # of the learner, while a step waits for its batch
         self._ending = False  # see end_after_update
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self.evaluation: Evaluation | None = None  # set before the first step
@@ -124,6 +127,9 @@ class Schedule:
             await self.evaluated()
         self._reported = self._evaluated
         self.updating = False
+        if self._accumulation.on:
+            self._accumulation.end_step()
+            self._changed.set()
         skipped, self._rounds.skipped = self._rounds.skipped, []
         rejected_so_far = self.ledger.rejected.total() - self.ledger.rejected[EQUAL_SCORES]
         rejections = {"rejected": float(rejected_so_far)}
@@ -183,6 +189,29 @@ class Schedule:
                 self._phases.enter("weights")
             self._changed.set()
 
+    async def _accumulate(self) -> None:
+        """Let the learner start on finished groups, one call at a time, until their batch is
+        complete.
+        """
+        while True:
+            await self._until(lambda: bool(self._to_accumulate()), "accumulation", "a full group")
+            rollouts = self._to_accumulate()
+            self._accumulation.begin(rollouts)
+            if self._idle_since_s is not None:
+                self._phases.waited("learner", self._idle_since_s)
+            ids = [r.id for r in rollouts]
+            async with deadline(self._settings.deadline_s, "the learner", ids):
+                await self._learner.accumulate(train_batch(rollouts))
+            if self._idle_since_s is not None:
+                self._idle_since_s = self._clock.now()
+            self._accumulation.running = False
+            self._changed.set()
+
+    def _to_accumulate(self) -> list[Rollout]:
+        if self.updating or self._ready:
+            return []
+        return self._accumulation.ready(self._generated[0] if self._generated else ())
+
     @property
     def _rounds_in_all(self) -> int:
         return ceil_div(self._settings.steps, self._settings.weight_sync_interval)
@@ -224,9 +253,14 @@ class Schedule:
         self._changed.set()
 
     async def _next_batch(self) -> Sequence[Rollout]:
-        since_s = self._clock.now()
-        await self._until(lambda: bool(self._ready), "training", self._lacks_batch)
-        self._phases.waited("learner", since_s)
+        self._idle_since_s = self._clock.now()
+        await self._until(
+            lambda: bool(self._ready) and not self._accumulation.running,
+            "training",
+            self._lacks_batch,
+        )
+        self._phases.waited("learner", self._idle_since_s)
+        self._idle_since_s = None
         return self._ready[0]
 
     def _lacks_batch(self) -> str:
@@ -265,7 +299,9 @@ class Schedule:
         await self._work.__aenter__()
         self._rounds.ask_again(self._generated)
         scorers = (queue.run for queue in self._scoring.queues)
-        loops = (self._generate, self._gather, *scorers, *self._pool.keepers())
+        loops = [self._generate, self._gather, *scorers, *self._pool.keepers()]
+        if self._accumulation.on:
+            loops.append(self._accumulate)
         self._loops = [self._waits.begin(loop, self._work) for loop in loops]
         return self
 

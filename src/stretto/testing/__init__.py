@@ -368,7 +368,7 @@ class FakeLearner(SimLearner):
 
     def __init__(self, world: World, seconds: float = 2.0) -> None:
         role = LearnerRole(trains=("actor", "critic"), cost=TrainCost(step_s=seconds))
-        super().__init__(_LoggedWorker(world, "", "publish"), role)
+        super().__init__(_LoggedWorker(world, "", "accumulate", "publish"), role)
         self.world = world
         self.mean_score = 1.25
 

@@ -21,6 +21,7 @@ from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.stateful import Stateful
+from stretto.training.accumulation import Accumulated, divided_sums
 from stretto.training.agreement import Agreement, differences, is_coarse
 from stretto.training.backprop import Backprop
 from stretto.training.collate import collate, describe, staleness
@@ -41,6 +42,7 @@ class PolicyLearner(Stateful):
     - If a step is one update and the settings say so, they are those of the policy under training
       at that update. Neither choice costs a forward pass.
     - Proximal log-probs of a step of several updates cost one.
+    - With ``schedule.train_on = 'group'``, passes of the first update may precede the step.
     - Before the actor moves from the synced version, engine and learner are checked to agree, on
       responses sampled entirely by that version (:class:`Agreement`).
 
@@ -87,25 +89,43 @@ class PolicyLearner(Stateful):
         self._version = 0
         self._steps = 0
         self._moved = False
+        self._accumulated = Accumulated()
 
     @property
     def device(self) -> torch.device:
         return self._actor.device
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        """Add the gradients of complete groups, before the rest of their step's batch is known.
+        They are only used if the batch holds the groups as they are here.
+        """
+        responses, experience = batch.responses(), self.experience_of(batch)
+        units = experience.units
+        self._accumulated.add(batch, self._passes(responses, units, experience, counted=False))
 
     def train(self, batch: TrainBatch) -> TrainStepOutput:
         """Take one step. Raises LearnerError if the batch is too small for its mini-batches,
         contains non-finite numbers, or engine and learner disagree about on-policy data.
         """
         t, responses = self.config.training, batch.responses()
-        age, versions = staleness(batch, self._version), batch.split_sampled(batch.versions)
-        # Marks the responses [B] sampled entirely by the weights of the last sync.
-        fresh = torch.tensor([bool((row == self._version).all()) for row in versions])
+        age = staleness(batch, self._version)
         experience = self.experience_of(batch)
         metrics, norms = Metrics(), dict.fromkeys(self.trained, 0.0)
         lr = {_LR[name]: model.lr for name, model in self.trained.items()}
         minibatches = list(self.minibatches(len(batch), experience.units))
-        for units in minibatches:
-            metrics += self._train_minibatch(responses, units, experience, fresh, norms)
+        accumulated, self._accumulated = self._accumulated, Accumulated()
+        if accumulated and not accumulated.fit(batch):
+            self._actor.discard()
+            accumulated = Accumulated()
+        for i, units in enumerate(minibatches):
+            if accumulated and i == 0:
+                others = accumulated.others(batch, units)
+                sums = accumulated.sums + self._passes(responses, others, experience, counted=False)
+                factor, result = divided_sums(sums, experience, self.config.algorithm)
+                self._actor.scale_gradients(factor)
+            else:
+                result = self._passes(responses, units, experience)
+            metrics += self._update(result, norms)
         for _ in range(t.updates - len(minibatches)):
             # With fewer units than mini-batches, advance the schedules as if all updates had run.
             for name in self._updated:
@@ -188,12 +208,17 @@ class PolicyLearner(Stateful):
         super().load_state_dict(state)
 
     def experience_of(self, batch: TrainBatch) -> Experience:
-        """Return a batch's loss inputs, computed with the current actor and beta."""
+        """Return a batch's loss inputs, computed with the current actor and beta. ``fresh`` marks
+        the responses sampled entirely by the weights of the last sync.
+        """
         c, proximal = self.config, None
         data = collate(batch, self._reward_weights)
         if c.algorithm.old_policy == "proximal" and c.training.updates > 1:
             proximal = self._logprobs(batch.responses(), data.mask)
-        return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
+        experience = prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
+        versions = batch.split_sampled(batch.versions)
+        fresh = torch.tensor([bool((row == self._version).all()) for row in versions])
+        return replace(experience, fresh=fresh)
 
     def minibatches(
         self, size: int, units: Sequence[Sequence[int]]
@@ -215,23 +240,29 @@ class PolicyLearner(Stateful):
             for part in shuffled.tensor_split(min(count, len(units))):
                 yield [units[int(i)] for i in part]
 
-    def _train_minibatch(
+    def _passes(
         self,
         responses: Sequence[Response],
         units: Sequence[Sequence[int]],
         experience: Experience,
-        fresh: Tensor,
-        norms: dict[str, float],
+        *,
+        counted: bool = True,
     ) -> Metrics:
-        if self._moved:
-            fresh = torch.zeros_like(fresh)
-        batches = self.microbatches(responses, units, experience, fresh)
+        """Add the gradients of units. Those that are not ``counted``, and their metrics, are to be
+        completed by :func:`divided_sums`.
+        """
+        if not units:
+            return Metrics()
+        batches = self.microbatches(responses, units, experience, counted=counted)
         thawed = "actor" in self._updated
         by_model = self.backprop.run(batches, self._kl.coef, trains_actor=thawed)
+        return sum(by_model.values(), Metrics())
+
+    def _update(self, metrics: Metrics, norms: dict[str, float]) -> Metrics:
         if self._critic:
             norms["critic"] += self._critic.update()
-        metrics = with_effective_sample_size(sum(by_model.values(), Metrics()))
-        if thawed:
+        metrics = with_effective_sample_size(metrics)
+        if "actor" in self._updated:
             self._agreement.check(metrics)
             norms["actor"] += self._actor.update(scale=self._step_scale(metrics))
             self._moved = True
@@ -251,16 +282,21 @@ class PolicyLearner(Stateful):
         responses: Sequence[Response],
         units: Sequence[Sequence[int]],
         experience: Experience,
-        fresh: Tensor,
+        *,
+        counted: bool = True,
     ) -> list[MicroBatch]:
         """Split a mini-batch as the backprop asks, keeping units together. Loss weights count over
-        the full mini-batch. ``fresh`` marks responses [B] that the current actor weights sampled.
+        the full mini-batch, if ``counted``.
         """
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
         c = self.config
-        inputs = experience.pick(rows).weighted(c.algorithm.averaging, c.rollout.max_new_tokens)
-        inputs = replace(inputs, fresh=fresh[rows], own=self._own(fresh[rows]))
+        inputs = experience.pick(rows).weighted(
+            c.algorithm.averaging, c.rollout.max_new_tokens, counted=counted
+        )
+        assert inputs.fresh is not None
+        fresh = torch.zeros_like(inputs.fresh) if self._moved else inputs.fresh
+        inputs = replace(inputs, fresh=fresh, own=self._own(fresh))
         if experience.apart:
             units = [(row,) for row in rows]
         tokens = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]

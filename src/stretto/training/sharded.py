@@ -144,6 +144,11 @@ class ShardedModel(DividedModel):
 
     # -- updates ---------------------------------------------------------------------------------
 
+    def _gradient_sums(self) -> list[Tensor]:
+        pairs = zip(self._weights, self._masters, strict=True)
+        gradients = [w.grad if isinstance(w, DTensor) else m.grad for w, m in pairs]
+        return [_local(gradient) for gradient in gradients if gradient is not None]
+
     def update(self, norm: float | None = None, scale: float = 1.0) -> float:
         for weight, master in zip(self._weights, self._masters, strict=True):
             if isinstance(weight, DTensor):

@@ -335,8 +335,16 @@ class TrainedModel(WholeModel):
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
     def discard(self) -> None:
-        if gradients := [*self.gradients().values()]:
+        if gradients := self._gradient_sums():
             torch._foreach_zero_(gradients)
+
+    def scale_gradients(self, factor: float) -> None:
+        if gradients := self._gradient_sums():
+            torch._foreach_mul_(gradients, factor)
+
+    def _gradient_sums(self) -> list[Tensor]:
+        """Return the tensors to which passes add gradients."""
+        return [*self.gradients().values()]
 
     def update(self, norm: float | None = None, scale: float = 1.0) -> float:
         """Take an optimizer step on the gradients since the last one and return their norm, which

@@ -168,12 +168,23 @@ class SimLearner:
         self._role = role
         self._cost = known(role.cost)
         self.version = 0
+        self._accumulated_s = 0.0  # of the next step's first update
+
+    async def accumulate(self, batch: TrainBatch) -> None:
+        """Take the time of the first update's passes, whose optimizer step is left."""
+        async with self._worker.turn("accumulate", batch.ids.tolist()):
+            tokens = self._tokens(batch)
+            seconds = self._cost.token_s * tokens / self._role.updates
+            await self._worker.work("accumulate", seconds, tokens=tokens)
+            self._accumulated_s += seconds
 
     async def train(self, batch: TrainBatch) -> TrainStepOutput:
         """Take one step. Return the mean reward, staleness and the responses' rewards."""
         async with self._worker.turn("train", batch.ids.tolist()):
             tokens = self._tokens(batch)
-            await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)
+            seconds = self._cost.seconds(tokens) - self._accumulated_s
+            self._accumulated_s = 0.0
+            await self._worker.work("update", max(seconds, 0.0), tokens=tokens)
             rewards, now = batch.totals(), self.version
             stale = [now - int(v.min(initial=now)) for v in batch.split_sampled(batch.versions)]
             stats = {
