@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import _ahead
 import _async_tables
 import _oppo
 import _rlhfuse_tables
@@ -27,6 +28,7 @@ PARTS: Mapping[str, Callable[[bool], Part]] = {
     "oppo": lambda smoke: _oppo.part(2, smoke=True) if smoke else _oppo.part(),
     "async": lambda smoke: _async_tables.part(2, smoke=True) if smoke else _async_tables.part(),
     "rlhfuse": lambda smoke: _rlhfuse_tables.part(smoke=smoke),
+    "ahead": lambda smoke: _ahead.part(5, smoke=True) if smoke else _ahead.part(),
 }
 
 
