@@ -26,8 +26,8 @@ from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Ledger, Rollout, Step, scores_are_equal
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
-from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
-from stretto.types import FinishReason, Prompt, Score
+from stretto.testing import FakeEnvironment, FakeGenerator, FakeLearner, FakeScorer, World
+from stretto.types import FinishReason, Prompt, Sampling, Score
 
 EQUAL = "equal scores"
 
@@ -60,6 +60,7 @@ def make(
     batch: int = 4,
     steps: int = 1,
     most_skipped: int = 100,
+    environment: FakeEnvironment | None = None,
     **settings: Any,
 ) -> Schedule:
     names = [f"gen {i}" for i in range(engines)]
@@ -75,6 +76,7 @@ def make(
         ),
         world.clock,
         world,
+        environment=environment,
     )
 
 
@@ -132,6 +134,24 @@ def test_no_more_is_skipped_than_allowed() -> None:
     (step,), _ = take(World([2]), marks_of(range(99)), most_skipped=5)
     assert ids(step.skipped) == [0, 1, 2, 3]  # a further group would be 6
     assert ids(step.batch) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("delta", [0, 2])
+def test_episodes_that_replace_others_open_while_others_go_on(delta: int) -> None:
+    """Group 1 of two ends first and is equal. The episodes of group 2 open at once: they end long
+    before group 0, whose turn takes 90 s."""
+    turns = [[30, 30], [30, 30], [1, 1], [1, 1], [2, 2], [2, 2], [90], [90]]
+    world = World([], turns=turns)
+    environment = FakeEnvironment(world, [3.0])
+    episodes: dict[str, Any] = {"episodes": Sampling(500, max_turn_tokens=400)}
+    (step,), _ = take(
+        world, marks_of([1]), environment=environment, delta=delta, score_on="rollout", **episodes
+    )
+    assert ids(step.batch) == [0, 1, 4, 5]
+    opened_s = [float(line.split()[0]) for line in world.log if "env open 4" in line]
+    ended_s = max(float(line.split()[0]) for line in world.log if "env step 0" in line)
+    assert len(opened_s) == 1
+    assert opened_s[0] < ended_s
 
 
 def test_the_limit_is_of_each_round() -> None:

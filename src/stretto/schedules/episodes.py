@@ -72,16 +72,18 @@ class Episodes:
 
     async def open(self, rollouts: Sequence[Rollout], *, lockstep: bool) -> None:
         """Request missing openings and answers of rollouts. In lockstep, wait for all."""
-        if self._environment is None:
-            return
-        for rollout in rollouts:
-            if rollout.id not in self.pending and self.is_unanswered(rollout):
-                self.ask(rollout)
-        if lockstep:
+        self.request(rollouts)
+        if lockstep and self.exist:
             opening, changed = {r.id for r in rollouts}, self._context.changed
             await self._context.waits.until(
                 lambda: not opening & self.pending, changed, "generation", "openings of episodes"
             )
+
+    def request(self, rollouts: Iterable[Rollout]) -> None:
+        """Request missing openings and answers of rollouts."""
+        for rollout in rollouts if self.exist else ():
+            if rollout.id not in self.pending and self.is_unanswered(rollout):
+                self.ask(rollout)
 
     def ask(self, rollout: Rollout) -> None:
         """Request the answer to a rollout's turn, or its opening, in a new task."""

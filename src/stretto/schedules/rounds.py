@@ -146,7 +146,9 @@ class Rounds(Ledger):
             self._changed.set()
         if self._skips and self.is_open and not self.lockstep and rollout.id in self.rollouts:
             self._skip([rollout])
-            if not self.episodes.exist:  # otherwise opened at the next admission
+            if self.episodes.exist:  # they are placed once they are open
+                self.episodes.request(self.buffer.open)
+            else:
                 self._decoding()
                 new = [r for r in self.buffer.open if not self.pool.holds(r)]
                 self._scoring.dispatched(new)
