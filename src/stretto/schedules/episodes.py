@@ -81,9 +81,10 @@ class Episodes:
 
     def request(self, rollouts: Iterable[Rollout]) -> None:
         """Request missing openings and answers of rollouts."""
-        for rollout in rollouts if self.exist else ():
-            if rollout.id not in self.pending and self.is_unanswered(rollout):
-                self.ask(rollout)
+        if self.exist:
+            for rollout in rollouts:
+                if rollout.id not in self.pending and self.is_unanswered(rollout):
+                    self.ask(rollout)
 
     def ask(self, rollout: Rollout) -> None:
         """Request the answer to a rollout's turn, or its opening, in a new task."""
