@@ -119,12 +119,12 @@ class Side:
             called = "_norm" if self._grid else "update"  # once they are added up
             method = getattr(trained, called)
 
-            def first() -> float:
+            def first(**options: float) -> float:
                 found = {key: gradient.clone() for key, gradient in trained.gradients().items()}
                 found = trained.gathered(found)
                 gradients.update({f"{name}.{key}": whole for key, whole in found.items()})
                 setattr(trained, called, method)
-                return float(method())
+                return float(method(**options))
 
             setattr(trained, called, first)
 

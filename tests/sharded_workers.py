@@ -84,10 +84,10 @@ def first_gradients(learner: PolicyLearner, before: str, batch: TrainBatch) -> d
     actor: Any = learner.trained["actor"]
     method, found = getattr(actor, before), {}
 
-    def keep(*args: Any) -> float:
+    def keep(*args: Any, **options: Any) -> float:
         own = {key: gradient.clone() for key, gradient in actor.gradients().items()}
         found.update(actor.gathered(own))
-        return float(method(*args))
+        return float(method(*args, **options))
 
     setattr(actor, before, keep)
     learner.train(batch)
