@@ -10,12 +10,12 @@ import _oppo
 import _rlhfuse
 from _papers import Part, scheduled, step_s, table
 from stretto.layout import Layout
+from stretto.models.shapes import shape_of
 from stretto.planner.formulas import (
     TrainingPasses,
     broadcast_bytes,
     generator_cost,
     prefill_cost,
-    shape_of,
     train_cost,
 )
 from stretto.planner.hardware import Hardware
