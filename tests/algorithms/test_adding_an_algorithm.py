@@ -107,7 +107,7 @@ def test_settings_derive_from_the_entry_and_load_no_torch(tmp_path: Path) -> Non
     assert "'surprise' compares the responses to one prompt and needs" in group
     assert "'best-of-n' or 'surprise'" in unknown
     text = " ".join(" ".join(shown).replace("│", " ").split())
-    assert "online-dpo,best-of-n,surprise}" in text.replace(", ", ",")
+    assert "online-dpo,distill,best-of-n,surprise}" in text.replace(", ", ",")
     assert "sequence_sum for rloo, copg, surprise;" in text
 
 

@@ -135,7 +135,7 @@ def _costs(parallel: Parallel, tokens: int, teraflops: float) -> dict[str, list[
 def _devices_of_a_stage(actor: Parallel, critic: Parallel) -> int:
     """Return the devices of a stage, after merging stages of the model with fewer."""
     for name, parallel in (("actor", actor), ("critic", critic)):
-        what = f"devices of a stage of the {name}"
+        what = f"tensor parallelism of the {name}"
         _require_whole(what, parallel.devices, 1, "1 does not divide its layers")
         if not 1 <= parallel.stages <= parallel.layers:
             raise ConfigError(
