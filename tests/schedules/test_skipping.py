@@ -295,6 +295,14 @@ def test_equal_in_sum_is_equal_unless_sources_are_normalized_apart() -> None:
     assert not scores_are_equal(group, {"judge": 2.0, "rule": 1.0}, apart=False)
 
 
+def test_a_group_to_which_no_source_applies_is_refused_and_not_skipped() -> None:
+    group = [scored(0, judge=1), scored(1, judge=1)]
+    for rollout in group:
+        for score in rollout.scores.values():
+            score.values.resize(0, refcheck=False)
+    assert not scores_are_equal(group, None, apart=False)
+
+
 def test_rewards_of_turns_are_compared_too() -> None:
     """Their sum is the score, but an algorithm may credit each turn with its own."""
     group = [scored(0, judge=1, turns=[1, 0]), scored(1, judge=1, turns=[0.5, 0.5])]

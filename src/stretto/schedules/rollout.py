@@ -395,15 +395,15 @@ def scores_are_equal(
     ``apart``: in each source, and not only in sum. Rewards of turns are compared as well. A group
     with a response without reward is not equal, see :func:`reasons_to_reject`.
     """
+    if without_reward(group, weights):
+        return False
     by_episode: dict[int, list[Any]] = {}
     for rollout in group:
         rewards = by_episode.setdefault(episode_of(rollout.id), [])
         rewards += filter(None, rollout.turn_rewards)
         if rollout.ends_episode:
-            total, scores = total_reward(rollout, weights), of_kind(rollout, "reward")
-            if any(s.failure for s in scores) or not is_finite(total):
-                return False
-            rewards.append([s.scalar for s in scores] if apart else total)
+            scores = [s.scalar for s in of_kind(rollout, "reward")]
+            rewards.append(scores if apart else total_reward(rollout, weights))
     first = next(iter(by_episode.values()))
     return all(rewards == first for rewards in by_episode.values())
 
