@@ -11,6 +11,7 @@ import _rlhfuse
 from _papers import Part, scheduled, step_s, table
 from stretto.layout import Layout
 from stretto.models.shapes import shape_of
+from stretto.planner import memory_model
 from stretto.planner.formulas import (
     TrainingPasses,
     broadcast_bytes,
@@ -79,8 +80,8 @@ def divided(w: Workload, generators: int, learners: int, teachers: int = 0) -> C
     teaching = tuple(range(8 - teachers, 8))
     mean, shards = w.mean_tokens, Layout(fsdp=len(training))
     passes = TrainingPasses(w.batch * mean, mean, micro_tokens=16_384, checkpointing=True)
-    states = 0 if learners else 16 * shape.parameters / generators
-    free = on.usable_bytes - 2 * shape.parameters - states
+    states = 0 if learners else memory_model.STATE * shape.parameters / generators
+    free = on.usable_bytes - memory_model.weight_bytes(shape, 1) - states
     cost = generator_cost(shape, 1, on, length=400, free_bytes=free)
     link = on.links.within_bytes_per_s * on.assumed.link
     cost = cost.model_copy(update={"load_s": broadcast_bytes(shape) / link})

@@ -9,7 +9,6 @@ from stretto.algorithms.experience import Scored, Targets
 from stretto.algorithms.reductions import masked_mean
 from stretto.algorithms.rewards import Rewards
 from stretto.config import AlgorithmConfig
-from stretto.errors import LearnerError
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -20,12 +19,7 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
     PPO's surrogate the gradient on fresh samples is that of the reverse KL at each sampled prefix
     (Agarwal et al. 2023, GKD with student samples; Thinking Machines Lab 2025).
     """
-    if data.ref_logprobs is None:
-        raise LearnerError(
-            f"'{settings.name}' needs the teacher's log-probabilities, and there are none; score "
-            "with the teacher",
-            "teacher-missing",
-        )
+    assert data.ref_logprobs is not None  # the teacher's, checked with the weight of the KL
     gap = torch.where(data.mask, data.logprobs - data.ref_logprobs, 0.0)
     stats = {"distill/reverse_kl": masked_mean(gap, data.mask).item()}
     advantages = -gap

@@ -70,8 +70,10 @@ class TokenScorer(ModelScorer):
         return None
 
     def _knows(self, response: Response) -> bool:
+        if self._vocabulary is None:
+            return True
         highest = int(response.tokens.max(initial=0))
-        if self._vocabulary is None or highest < self._vocabulary:
+        if highest < self._vocabulary:
             return True
         self._failures[response.id] = (
             f"'{self.name}' knows {self._vocabulary} token ids, and rollout {response.id} has the "
