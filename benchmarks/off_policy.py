@@ -50,7 +50,7 @@ class Variant:
     """One algorithm at one N.
 
     Attributes:
-        old_policy, correction, level, cap, ess_scaling: as in ``[algorithm]``.
+        old_policy, correction, level, cap, ess_scaling, baseline: as in ``[algorithm]``.
         remedy: a key of REMEDIES.
         lr: instead of that of the file; 0 keeps it.
         steps: updates of a run.
@@ -63,6 +63,7 @@ class Variant:
     level: str = "token"
     cap: float = 2.0
     ess_scaling: str = "off"
+    baseline: str = "mean"
     remedy: str = ""
     lr: float = 0.0
     steps: int = STEPS
@@ -75,6 +76,7 @@ class Variant:
         parts += [self.correction] if self.correction != "off" else []
         parts += [self.level] if self.level != "token" else []
         parts += [self.remedy] if self.remedy else []
+        parts += [f"{self.baseline} baseline"] if self.baseline != "mean" else []
         parts += [f"cap {self.cap:g}"] if self.cap != 2.0 else []
         parts += [f"ess {self.ess_scaling}"] if self.ess_scaling != "off" else []
         parts += [f"lr {self.lr:g}"] if self.lr else []
@@ -119,7 +121,7 @@ OF_RLOO: tuple[dict[str, Any], ...] = (
     TRUNCATED,
     {"ess_scaling": "sqrt"},
     TRUNCATED | {"ess_scaling": "sqrt"},
-    TRUNCATED | {"remedy": "optimal baseline"},
+    TRUNCATED | {"baseline": "optimal"},
     MASKED,
 )
 OF_PPO: tuple[dict[str, Any], ...] = ({}, {"ess_scaling": "sqrt"}, MASKED)
@@ -144,6 +146,7 @@ def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
         "correction_level": variant.level,
         "correction_cap": variant.cap,
         "ess_scaling": variant.ess_scaling,
+        "baseline": variant.baseline,
     }
     observe = {"progress": "off", "checkpoint_minutes": 0}
     for changes in (

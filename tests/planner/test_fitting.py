@@ -556,3 +556,15 @@ def test_passes_are_fitted_to_gpus_that_only_a_cluster_has(monkeypatch: pytest.M
     assert found.rollout.engine_args["enable_sleep_mode"] is True
     assert found.training.microbatch_tokens > 0
     assert "GPU taken to have 80 GB" in said[-1]
+
+
+def test_an_optimal_baseline_takes_two_more_copies_of_the_gradients() -> None:
+    """While the learner trains, in float32, of the actor alone."""
+    sections: dict[str, Any] = {"rollout": {"samples_per_prompt": 2}}
+    loads = []
+    for baseline in ("mean", "optimal"):
+        algorithm = {"name": "rloo", "baseline": baseline}
+        config = Config.model_validate({"algorithm": algorithm, **sections})
+        loads += RunMemory(config).loads(places(config, 8, 0), {"actor": SHAPE}, 4)
+    without, with_optimal = (load.phase("training").total() for load in loads)
+    assert with_optimal - without == 2 * 4 * SHAPE.parameters

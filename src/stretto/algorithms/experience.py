@@ -107,6 +107,7 @@ class LossInputs:
     own: Tensor | None = None  # [b] bool
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # see Targets
     episodes: Tensor | None = None  # [b], as in Scored
+    groups: Tensor | None = None  # [b], as in Scored; only for an optimal baseline
     places: Tensor | None = None  # [N] indices of response tokens in b * T; None: not computed yet
     fresh_places: Tensor | None = None  # [n] the same for fresh rows
 

@@ -16,6 +16,8 @@ from stretto.algorithms.reductions import Metrics, weighted_sums
 from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 
+POLICY_LOSS = "loss/policy_avg"
+
 SUM = "sampling/sum"
 SQUARES = "sampling/squares"
 TOKENS = "sampling/tokens"
@@ -68,7 +70,7 @@ def clipped_surrogate(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmC
 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
-    return LossTerm(loss, Metrics({"loss/policy_avg": loss.detach().double(), **sums}))
+    return LossTerm(loss, Metrics({POLICY_LOSS: loss.detach().double(), **sums}))
 
 
 def entropy_bonus(

@@ -135,6 +135,7 @@ def prepare(
             ref_logprobs=None if data.ref_logprobs is None else clean(data.ref_logprobs),
             tensors={name: clean(tensor) for name, tensor in targets.tensors.items()},
             episodes=data.episodes,
+            groups=data.groups if settings.has_optimal_baseline else None,
             units=units,
             apart=targets.units is None and not settings.of_whole_responses,
             rewards=rewards.scores,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.algorithms.advantages import group_stats, leave_one_out
+from stretto.algorithms.advantages import group_normalised, group_stats, leave_one_out
 from stretto.algorithms.experience import LossInputs, LossTerm, Scored, Targets
 from stretto.algorithms.policy import bounded_ratio, policy_term
 from stretto.algorithms.reductions import weighted_sums
@@ -14,12 +14,19 @@ from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """``A_i = R_i - mean of the group's other R``, for all its tokens (Ahmadian et al. 2024)."""
+    """``A_i = R_i - mean of the group's other R``, for all its tokens (Ahmadian et al. 2024).
+
+    With an optimal baseline, the mean is that of the group, and the learner subtracts the rest.
+    """
     first, place = data.responses()
-    advantages = leave_one_out(rewards.totals[first], data.groups[first])[place]
+    totals, groups = rewards.totals[first], data.groups[first]
+    if settings.has_optimal_baseline:
+        advantages = group_normalised(totals, groups, "none")[place]
+    else:
+        advantages = leave_one_out(totals, groups)[place]
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
-        stats=group_stats(rewards.scores[first], data.groups[first]),
+        stats=group_stats(rewards.scores[first], groups),
     )
 
 

@@ -71,9 +71,9 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = {
         aggregation="token_mean",
         ratio=True,
     ),
-    "rloo": AlgorithmSpec(),
+    "rloo": AlgorithmSpec(settings=("algorithm.baseline",)),
     "proximal-rloo": AlgorithmSpec(settings=_CLIP, aggregation=None, ratio=True),
-    "copg": AlgorithmSpec(),
+    "copg": AlgorithmSpec(settings=("algorithm.baseline",)),
     "grpo": AlgorithmSpec(
         settings=(*_CLIP, *_GROUPED, "algorithm.dual_clip"),
         kl_in="loss",
@@ -197,6 +197,11 @@ class AlgorithmConfig(Section):
     def is_outside(self) -> bool:
         """Whether the name is an import path instead of one of ALGORITHMS."""
         return self.name not in ALGORITHMS
+    baseline: Literal["mean", "optimal"] = "mean"
+    """Baseline that advantages subtract from rewards. mean: the mean reward of the group's other
+    responses. optimal: the mean reward of the group, each weighted by the squared norm of its
+    response's gradient, which gives the gradient its least variance (VCPO). Each response is a
+    micro-batch of its own, and the learner holds two more copies of the gradients."""
 
     @property
     def definition(self) -> AlgorithmSpec:
@@ -237,6 +242,15 @@ class AlgorithmConfig(Section):
         """Whether the responses to a prompt determine their part of the gradient, up to the number
         of tokens or responses of the batch.
         """
+    @property
+    def has_optimal_baseline(self) -> bool:
+        return self.baseline == "optimal" and "algorithm.baseline" in self.definition.settings
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether the loss has terms without advantages: an entropy bonus or a KL."""
+        return bool(self.entropy_coef or (self.kl_place == "loss" and self.kl_coef))
+
         scaled = "algorithm.scale_rewards" in self.definition.settings
         of_batch = self.normalizes_sources or (scaled and self.scale_rewards == "batch")
         compares = self.definition.group > 1 and not self.definition.critic

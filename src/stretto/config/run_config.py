@@ -235,6 +235,11 @@ class Config(Section):
         process = self.cluster.process_of(LEARNER)
         one_process = process.ranks == 1 and not process.offload and not self.pipeline.ranks
         optim = self.training.optim
+        of_responses = self.algorithm.has_optimal_baseline
+        broken["optimal-baseline-in-parts"] = (of_responses and not one_process) and (
+            "algorithm.baseline = 'optimal' needs the gradient of each response, which a learner "
+            "in one process has; leave it out, or leave out ranks, offload and pipeline.ranks"
+        )
         broken["optimizer-of-one-process"] = (
             optim != "adamw_torch_fused" and not one_process
         ) and (
@@ -363,6 +368,11 @@ class Config(Section):
             f"= {minibatches} splits {groups} prompts; lower it to {groups} or less"
         )
         missing = self.reward.missing_eos
+        splits = a.has_optimal_baseline and minibatches > 1
+        broken["optimal-baseline-among-minibatches"] = splits and (
+            "algorithm.baseline = 'optimal' compares the gradients of a prompt's responses, which "
+            f"training.minibatches = {minibatches} divides at random; set it to 1"
+        )
         broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores "
             f"that reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', "

@@ -374,6 +374,7 @@ class RunMemory:
                     shared=models[1:] if copies and c.critic.init == "actor" else (),
                     moments=moments if rests else (),
                     side_by_side=copies and place.device == "cpu" and not c.pipeline.ranks,
+                    further_gradients=2 if c.algorithm.has_optimal_baseline else 0,
                     fused=c.pipeline.ranks > 0 and c.pipeline.schedule == "fused",
                 )
             elif model := shapes.get(seat.scorer or "actor"):

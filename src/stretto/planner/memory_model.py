@@ -196,6 +196,7 @@ class DeviceMemory:
         moments: Sequence[str] = (),
         side_by_side: bool = False,
         fused: bool = False,
+        further_gradients: int = 0,
     ) -> None:
         """Count a learner.
 
@@ -210,6 +211,7 @@ class DeviceMemory:
                 the device rather than the host. Empty: always.
             side_by_side: the models train at the same time, not one after the other.
             fused: pipelines of both models are fused, so more micro-batches are in flight.
+            further_gradients: copies of a model's gradients that passes need.
         """
         width = self.width
         adapters = self.adapter_parameters if self.adapters else None
@@ -229,6 +231,9 @@ class DeviceMemory:
             self.put(STATES, round(adam + others) - resting)
             if moments:
                 self.put("learner's moments", resting, *moments)
+            if further_gradients:
+                trained = weights if adapters is None else adapters
+                self.put("further gradients", further_gradients * SINGLE * trained, "training")
             if versions:
                 sync_bytes = width * weights if adapters is None else SINGLE * adapters
                 self.put(PUBLISHED, versions * sync_bytes / layout.data_parallel)

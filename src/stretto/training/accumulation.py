@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.algorithms.experience import Experience
-from stretto.algorithms.policy import SQUARED_WEIGHT, SQUARES, SUM, TOKENS, WEIGHT
+from stretto.algorithms.policy import POLICY_LOSS, SQUARED_WEIGHT, SQUARES, SUM, TOKENS, WEIGHT
 from stretto.algorithms.reductions import Metrics, count_responses
 from stretto.config import AlgorithmConfig
 from stretto.types import TrainBatch
@@ -62,7 +62,7 @@ def divided_sums(
     of_token = 1 / max(int(inputs.mask.sum()), 1)
     of_response = 1 / max(int(count_responses(inputs.mask.any(dim=1), inputs.episodes)), 1)
     factor = of_token if algorithm.averaging == "token_mean" else of_response
-    factors = {"loss/policy_avg": factor, **dict.fromkeys((SUM, SQUARES, TOKENS), 1.0)}
+    factors = {POLICY_LOSS: factor, **dict.fromkeys((SUM, SQUARES, TOKENS), 1.0)}
     factors |= dict.fromkeys(OF_RESPONSES, of_response)
     if algorithm.definition.aggregation is None:
         factors["policy/clipfrac_avg"] = of_response

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from stretto.algorithms.experience import LossTerm
+from stretto.algorithms.policy import POLICY_LOSS
 from stretto.algorithms.reductions import Metrics
 from stretto.bounds import ceil_div
 from stretto.config.training_config import token_budget
 from stretto.models.cpu_threads import side_by_side
 from stretto.models.forward import by_token_budget, packs, packs_rightly, unwrapped
 from stretto.training.losses import Losses, MicroBatch
+from stretto.training.optimal_baseline import passes_with_optimal_baseline
 from stretto.training.trained import TrainedModel
 from stretto.types import Stats
 
@@ -68,6 +71,8 @@ class LocalBackprop:
         self._budget = token_budget(microbatch_tokens, actor.device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        if self._losses.algorithm.has_optimal_baseline:
+            return [[i] for i in range(len(tokens))]
         return by_token_budget(tokens, self._budget)
 
     def run(
@@ -79,12 +84,24 @@ class LocalBackprop:
             loss = partial(self._losses.of_critic, self._critic.model)
             passes["critic"] = partial(_passes, self._critic, batches, loss)
         if trains_actor:
-
-            def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
-                return self._losses.of_actor(self._actor.head, states, batch, kl_coef)
-
-            passes["actor"] = partial(_passes, self._actor, batches, of_actor)
+            passes["actor"] = partial(self._actor_passes, batches, kl_coef)
         return dict(zip(passes, self._make([*passes.values()]), strict=True))
+
+    def _actor_passes(self, batches: Sequence[MicroBatch], kl_coef: float) -> Metrics:
+        def run(losses: Losses, batches: Sequence[MicroBatch]) -> Metrics:
+            def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
+                return losses.of_actor(self._actor.head, states, batch, kl_coef)
+
+            return _passes(self._actor, batches, of_actor)
+
+        if not self._losses.algorithm.has_optimal_baseline:
+            return run(self._losses, batches)
+        of_policy = partial(run, self._losses.of_policy)
+        metrics = passes_with_optimal_baseline(self._actor, batches, of_policy)
+        if self._losses.algorithm.has_other_terms:
+            rest = run(self._losses, [batch.with_advantages(0.0) for batch in batches])
+            metrics = replace(rest, sums={**rest.sums, POLICY_LOSS: metrics.sums[POLICY_LOSS]})
+        return metrics
 
     def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
         if self._actor.device.type == "cpu":

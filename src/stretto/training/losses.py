@@ -83,6 +83,11 @@ class MicroBatch:
         inputs = self.inputs.each(lambda _: next(copies))
         return replace(self, tokens=tokens, places=places, targets=targets, inputs=inputs)
 
+    def with_advantages(self, value: float) -> MicroBatch:
+        """Return the same micro-batch with one advantage for all response tokens."""
+        advantages = self.inputs.mask.to(self.inputs.advantages.dtype) * value
+        return replace(self, inputs=replace(self.inputs, advantages=advantages))
+
     def states(self, hidden: Tensor) -> Tensor:
         """Select the states [N, H] that predict sampled tokens from all [b, L, H]."""
         return hidden.flatten(0, 1)[self.places]
@@ -123,6 +128,12 @@ class Losses:
         if a.kl_place == "loss" and a.kl_coef:
             term += policy.kl_penalty(logprobs, of_losses, kl_coef, a)
         return LossTerm(term.loss, term.metrics + metrics)
+
+    @property
+    def of_policy(self) -> Losses:
+        """The same losses without terms that have no advantages."""
+        off = {"entropy_coef": 0.0, "kl_coef": 0.0}
+        return replace(self, algorithm=self.algorithm.model_copy(update=off))
 
     def of_critic(self, critic: nn.Module, states: Tensor, batch: MicroBatch) -> LossTerm:
         """Return the algorithm's value loss from the states [N, H] before each sampled token."""
