@@ -62,7 +62,7 @@ def critic_of(actor: Any, seed: int = 1) -> Any:
 
 
 def left_padded_logprobs(
-    model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0
+    model: Any, rollouts: Sequence[Rollout | Response], temperature: float = 1.0
 ) -> list[Tensor]:
     """Log-probabilities [T] of each response: left padding, mask, positions, all logits at once."""
     rows = [[*r.prompt.tokens, *r.tokens] for r in rollouts]

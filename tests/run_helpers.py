@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 from stretto import runs
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
+from stretto.models.load import load_causal_lm
+from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.planner.measuring import WorkSizes
@@ -82,6 +84,18 @@ def settings(folder: Path, **sections: Any) -> Config:
         for name, value in changes.items():
             data[name] = data[name] | value if isinstance(value, dict) else value
     return Config.model_validate(data)
+
+
+def make_teacher(folder: Path, seed: int) -> Path:
+    """Another tiny model, with a vocabulary that is padded further than that of a student."""
+    make_tiny(folder)
+    model: Any = load_causal_lm(folder, torch.float32, torch.device("cpu"))
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(272, mean_resizing=False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
 
 
 def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:

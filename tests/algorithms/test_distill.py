@@ -17,13 +17,12 @@ from helpers import critic_of, left_padded_logprobs, llama, make_rollouts, told
 from loss_helpers import inputs_of, mask_of, randn
 from raising import raises
 from rounding import GRADIENT_TERMS, rounding
-from run_helpers import assert_same_run, run, settings
+from run_helpers import assert_same_run, make_teacher, run, settings
 from stretto import runs
 from stretto.algorithms.experience import Scored
 from stretto.algorithms.registry import FUNCTIONS, prepare
 from stretto.config import AlgorithmConfig, Config, RewardConfig, recipes
 from stretto.errors import ConfigError, LearnerError, StateError
-from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.planner.fitting import plan_for
@@ -38,18 +37,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another tiny model, with a vocabulary that is padded further than the student's."""
-    from stretto.models.load import load_causal_lm
-
-    folder = tmp_path_factory.mktemp("teacher")
-    make_tiny(folder)
-    model: Any = load_causal_lm(folder, torch.float32, torch.device("cpu"))
-    torch.manual_seed(5)
-    model.resize_token_embeddings(272, mean_resizing=False)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    return folder
+    return make_teacher(tmp_path_factory.mktemp("teacher"), 5)
 
 
 def distilled(tiny_folder: Path, teacher: Path | str, **sections: Any) -> Config:

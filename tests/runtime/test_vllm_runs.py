@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings
+from helpers import left_padded_logprobs
+from run_helpers import Kill, Killer, killed_by_ctrl_c, make_teacher, run, settings
 from stretto import runs
+from stretto.algorithms.registry import prepare
 from stretto.config import ClusterConfig, Config
 from stretto.errors import ConfigError, EngineError
+from stretto.models.load import load_causal_lm
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm.llm import installed
+from stretto.schedules import schedule
+from stretto.schedules.rollout import Rollout
+from stretto.training.collate import collate
+from stretto.types import TrainBatch
 
 PYTHON = os.environ.get("STRETTO_VLLM_PYTHON") or (sys.executable if installed() else "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM is not installed")
@@ -112,6 +121,41 @@ def test_stragglers_move_between_two_instances(tiny_folder: Path, tmp_path: Path
 
 def test_adapters_are_trained_and_synced(tiny_folder: Path, tmp_path: Path) -> None:
     check(run(vllm_settings(tiny_folder, model={"lora_rank": 2}), tmp_path)[0])
+
+
+def test_a_student_in_it_learns_from_a_teacher(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token's advantage is the teacher's log-prob less the student's, by naive passes of both
+    over the tokens that vLLM sampled.
+    """
+    batches: list[TrainBatch] = []
+    collect = schedule.train_batch
+
+    def recording(rollouts: Sequence[Rollout]) -> TrainBatch:
+        batches.append(collect(rollouts))
+        return batches[-1]
+
+    monkeypatch.setattr(schedule, "train_batch", recording)
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    teacher = make_teacher(folder, 5)
+    algorithm = {"name": "distill", "teacher": str(teacher)}
+    config = vllm_settings(tiny_folder, steps=2, algorithm=algorithm)
+    metrics = check(run(config, tmp_path)[0], steps=2)
+    experience = prepare(collate(batches[0], {"task": 1.0}), config.algorithm, config.reward, 1.0)
+    gaps = []
+    with torch.no_grad():
+        cpu, folders = torch.device("cpu"), (folder, tiny_folder)
+        models = [load_causal_lm(path, torch.float32, cpu) for path in folders]
+        for i, response in enumerate(batches[0].responses()):
+            of_teacher, of_student = (left_padded_logprobs(m, [response])[0] for m in models)
+            gaps.append(of_teacher - of_student)
+            got = experience.advantages[i][experience.mask[i]]
+            torch.testing.assert_close(got, gaps[-1], rtol=FLOAT32, atol=FLOAT32)
+    mean = torch.cat(gaps).mean().item()
+    assert abs(mean) > 0.1
+    assert metrics[0]["distill/reverse_kl"] == pytest.approx(-mean, abs=FLOAT32)
 
 
 def test_a_run_is_resumed(tiny_folder: Path, tmp_path: Path) -> None:
