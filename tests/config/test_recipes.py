@@ -231,6 +231,9 @@ def test_paths_in_a_file_are_from_here_or_else_from_its_folder(
         'sources = ["reward.py:score", "model:models/m", "none.py:score", "http://localhost/x"]',
         "[model]",
         'name = "tiny"',
+        "[algorithm]",
+        'name = "distill"',
+        'teachers = { a = "models/m", b = "tiny" }',
         "[rollout]",
         'engine_args = { speculative_tokens = 2, speculative_model = "models/m" }',
     )
@@ -245,4 +248,5 @@ def test_paths_in_a_file_are_from_here_or_else_from_its_folder(
         "http://localhost/x",
     )
     assert config.model.name == "tiny"
+    assert config.algorithm.teachers == {"a": str(folder / "models" / "m"), "b": "tiny"}
     assert config.rollout.speculative_model == str(folder / "models" / "m")

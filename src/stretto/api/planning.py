@@ -305,10 +305,12 @@ def _models(config: Config, options: PlanOptions, assumed: list[str]) -> ModelSh
         init_shapes = {"actor": actor.valued(), "reward": reward or actor.valued()}
         critic = init_shapes.get(init) or _shape(init).valued()
     reference = actor if config.algorithm.has_reference else None
-    if teacher := config.algorithm.teacher:
-        reference = _shape(teacher) if Path(teacher).is_dir() else actor
+    if teachers := [*config.algorithm.teacher_models.values()]:
+        reference = _shape(teachers[0]) if Path(teachers[0]).is_dir() else actor
         if reference is actor:
-            assumed.append(f"the teacher '{teacher}' has the actor's size")
+            assumed.append(f"the teacher '{teachers[0]}' has the actor's size")
+        if len(teachers) > 1:
+            assumed.append(f"of {len(teachers)} teachers only '{teachers[0]}' is planned for")
     return ModelShapes(actor, critic, reference, reward)
 
 

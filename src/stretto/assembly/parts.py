@@ -19,7 +19,8 @@ from stretto.assembly import run_models
 from stretto.assembly.environments import turn_ends
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import Overrides
-from stretto.config import Config, PipelineConfig, RewardConfig
+from stretto.assembly.teachers import check_teachers
+from stretto.config import AlgorithmConfig, Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, save_tokenizer, set_checkpointing
@@ -64,13 +65,15 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
     return prompts
 
 
-def look_at_prompts(prompts: PromptSource, say: Say) -> list[Prompt]:
+def look_at_prompts(prompts: PromptSource, algorithm: AlgorithmConfig, say: Say) -> list[Prompt]:
     """Render all rows of a run, and return its first prompts.
 
     Logs skipped rows, control tokens in texts, and template arguments that the chat template never
-    reads. Raises TaskError if the chat template was already applied to all prompts.
+    reads. Raises TaskError if the chat template was already applied to all prompts, or if teachers
+    divide the prompts and a row names none of them.
     """
     task, encoder = prompts.task, prompts.encoder
+    check_teachers(task, algorithm)
     refuse_templated(map(task.row, task.indices), encoder)
     prompts.check(say)
     first = prompts.first(FIRST)

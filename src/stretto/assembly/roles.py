@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ from stretto.assembly.run_models import (
     load_teacher,
     made_ready,
 )
+from stretto.assembly.teachers import is_taught_by
 from stretto.config import AlgorithmConfig, Capabilities, Config, ModelConfig, RolloutConfig
 from stretto.config.knobs import Knobs
 from stretto.config.sections import RewardSource
@@ -327,6 +328,7 @@ class RoleFactory:
     ) -> ModelScorer:
         """Build a teacher's scorer. Raises ConfigError if it has too few positions."""
         self.config.require_positions(f"the {name}", positions(model))
+        has_others = bool(self.config.algorithm.teachers)
         return reference_scorer(
             model,
             self.config.rollout.temperature,
@@ -334,6 +336,7 @@ class RoleFactory:
             gathered,
             name,
             vocabulary=text_config(model).vocab_size,
+            applies=partial(is_taught_by, name) if has_others else None,
             slots=self.scorer_slots(model, name, gathered),
             say=self._say,
         )
@@ -345,7 +348,7 @@ class RoleFactory:
         m, in_files = self.config.model, overrides.in_files
         return {
             name: load_teacher(m, path, tokenizer, self._say, in_files=in_files)
-            for name, path in self.config.algorithm.teachers.items()
+            for name, path in self.config.algorithm.teacher_models.items()
         }
 
     def model_scorers(

@@ -235,7 +235,7 @@ def _check_model(
 
 
 def _check_teachers(config: Config, *, ask_hub: bool) -> None:
-    for role, teacher in config.algorithm.teachers.items():
+    for role, teacher in config.algorithm.teacher_models.items():
         if info := _check_model(teacher, config.model, ask_hub=ask_hub):
             config.require_positions(f"the {role}", info.positions)
             _check_heads(info, config.cluster.layouts(role))

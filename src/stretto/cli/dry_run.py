@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from stretto.api.settings import settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, TaskConfig
-from stretto.config.algorithm import TEACHER
 from stretto.config.sections import RewardSource
 from stretto.config.training_config import PipelineConfig
 from stretto.machine import usable_cores, usable_gpus
@@ -42,7 +41,7 @@ def describe_run(config: Config) -> str:
         *map(_source, config.reward.parsed),
         *(
             f"{name}: {model} ({_place(model)})"
-            for name, model in config.algorithm.teachers.items()
+            for name, model in config.algorithm.teacher_models.items()
         ),
     ]
     if not config.task.is_procedural:
@@ -98,7 +97,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     wide, sizes = fitting.width(config.model), plan.mixed
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
-    trained[TEACHER] = sizes[TEACHER]
+    trained |= {name: sizes[name] for name in config.algorithm.teacher_models}
     if config.runtime_kind.has_processes:
         yield f"Processes (runtime = '{config.runtime}'):"
         yield table(config.schedule.knobs, placement, frozen | trained)

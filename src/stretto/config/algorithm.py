@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -89,6 +90,7 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = {
             *_CLIP,
             "algorithm.dual_clip",
             "algorithm.teacher",
+            "algorithm.teachers",
             "algorithm.reward_coef",
             "algorithm.scale_rewards",
         ),
@@ -112,6 +114,9 @@ class AlgorithmConfig(Section):
     teacher: str = ""
     """Model whose log-probabilities the policy learns, with the actor's tokenizer: a folder or a
     hub name. It reads the policy's own responses."""
+    teachers: dict[str, str] = {}
+    """Several such models by name, in place of one. Each reads the responses to the prompts whose
+    column 'teacher' (task.columns) has its name."""
     reward_coef: NonNegative = 0.0
     """Weight of the advantages of rewards, compared within the group, beside the teacher's. 0: the
     rewards are only measured."""
@@ -192,16 +197,16 @@ class AlgorithmConfig(Section):
     """Multiply the actor's learning rate in each update by the effective sample size of the
     responses' importance weights, as a share of the responses (staleness/ess), or by its square
     root (VCPO: sqrt)."""
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether the name is an import path instead of one of ALGORITHMS."""
-        return self.name not in ALGORITHMS
     baseline: Literal["mean", "optimal"] = "mean"
     """Baseline that advantages subtract from rewards. mean: the mean reward of the group's other
     responses. optimal: the mean reward of the group, each weighted by the squared norm of its
     response's gradient, which gives the gradient its least variance (VCPO). Each response is a
     micro-batch of its own, and the learner holds two more copies of the gradients."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the name is an import path instead of one of ALGORITHMS."""
+        return self.name not in ALGORITHMS
 
     @property
     def definition(self) -> AlgorithmSpec:
@@ -238,11 +243,6 @@ class AlgorithmConfig(Section):
         return self.definition.aggregation is None or "sequence" in levels
 
     @property
-    def by_group(self) -> bool:
-        """Whether the responses to a prompt determine their part of the gradient, up to the number
-        of tokens or responses of the batch.
-        """
-    @property
     def has_optimal_baseline(self) -> bool:
         return self.baseline == "optimal" and "algorithm.baseline" in self.definition.settings
 
@@ -251,6 +251,11 @@ class AlgorithmConfig(Section):
         """Whether the loss has terms without advantages: an entropy bonus or a KL."""
         return bool(self.entropy_coef or (self.kl_place == "loss" and self.kl_coef))
 
+    @property
+    def by_group(self) -> bool:
+        """Whether the responses to a prompt determine their part of the gradient, up to the number
+        of tokens or responses of the batch.
+        """
         scaled = "algorithm.scale_rewards" in self.definition.settings
         of_batch = self.normalizes_sources or (scaled and self.scale_rewards == "batch")
         compares = self.definition.group > 1 and not self.definition.critic
@@ -258,22 +263,24 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        return self.kl_coef > 0 and not self.teacher
+        return self.kl_coef > 0 and not self.teacher_models
 
     @property
-    def teachers(self) -> dict[str, str]:
+    def teacher_models(self) -> dict[str, str]:
         """Names of teachers' models by the names of their scorers."""
-        return {TEACHER: self.teacher} if self.teacher else {}
+        if self.teacher:
+            return {TEACHER: self.teacher}
+        return {f"{TEACHER}-{name}": model for name, model in self.teachers.items()}
 
     @property
     def group(self) -> int:
         """Minimum number of responses per prompt."""
-        return max(self.definition.group, 2 if self.teacher and self.reward_coef else 1)
+        return max(self.definition.group, 2 if self.teacher_models and self.reward_coef else 1)
 
     @property
     def beta(self) -> float:
         """First weight of the KL to the reference or the teacher."""
-        return 1.0 if self.teacher else self.kl_coef
+        return 1.0 if self.teacher_models else self.kl_coef
 
     def rules(self, broken: Rules) -> None:
         """Check the settings, except for the user's own algorithm, which must be imported first."""
@@ -348,13 +355,23 @@ class AlgorithmConfig(Section):
         )
 
     def _teacher_rules(self, broken: Rules, algorithm: AlgorithmSpec) -> None:
-        broken["teacher-missing"] = (algorithm.teacher and not self.teacher) and (
+        models = self.teacher_models
+        broken["teacher-missing"] = (algorithm.teacher and not models) and (
             f"'{self.name}' learns from a teacher, and algorithm.teacher is empty; give the folder "
             "or hub name of a model with the actor's tokenizer"
         )
-        broken["teacher-without-distill"] = (self.teacher and not algorithm.teacher) and (
-            f"algorithm.teacher = '{self.teacher}' has no effect on '{self.name}'; set "
-            "algorithm.name = 'distill', or leave the teacher out"
+        broken["teacher-without-distill"] = (models and not algorithm.teacher) and (
+            f"algorithm.{'teacher' if self.teacher else 'teachers'} has no effect on "
+            f"'{self.name}'; set algorithm.name = 'distill', or leave the teacher out"
+        )
+        broken["teacher-and-teachers"] = (self.teacher and self.teachers) and (
+            f"algorithm.teacher = '{self.teacher}' reads all responses, and algorithm.teachers "
+            "divides them; set one of the two"
+        )
+        spaced = next((n for n in self.teachers if not n or re.search(r"\s", n)), None)
+        broken["teacher-name"] = spaced is not None and (
+            f"algorithm.teachers: '{spaced}' is part of a role's name, which has no space; choose "
+            "another name, also in the data"
         )
         placed = self.kl_in != "auto" or self.kl_target
         broken["teacher-kl-placed"] = (algorithm.teacher and placed) and (

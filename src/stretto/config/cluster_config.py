@@ -59,8 +59,9 @@ class ProcessConfig(Section):
 
     roles: tuple[str, ...]
     """Roles: learner; generator, which stands for all engines, or generator 0, generator 1 ... for
-    single ones; reference; teacher; critic (as a scorer); a source of reward.sources that begins
-    with 'model:'. Numbered copies of a scorer (reference 0, reference 1 ...) share its work."""
+    single ones; reference; teacher (one of several: teacher-NAME); critic (as a scorer); a source
+    of reward.sources that begins with 'model:'. Numbered copies of a scorer (reference 0, reference
+    1 ...) share its work."""
     ranks: Workers = 1
     """Ranks, which are processes with a device each. All of them hold each role, by its layout."""
     layout: Annotated[dict[str, Layout], BeforeValidator(_without_auto)] = {}

@@ -47,6 +47,7 @@ _PATHS = (
     ("rollout", "engine_args"),
     ("algorithm", "name"),
     ("algorithm", "teacher"),
+    ("algorithm", "teachers"),
     ("schedule", "controllers"),
 )
 """Settings that may name files and folders."""
@@ -262,7 +263,8 @@ def _located(data: dict[str, Any], folder: Path, *, first: bool = False) -> dict
 
     for section, key in _PATHS:
         if isinstance(data.get(section), dict) and key in data[section]:
-            data[section][key] = located(data[section][key], section)
+            of_model = key in ("teacher", "teachers")
+            data[section][key] = located(data[section][key], "model" if of_model else section)
     return data
 
 

@@ -115,7 +115,8 @@ class Config(Section):
         a, remarks = self.algorithm, []
         names = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
         idle = [n for n in names if n not in a.definition.settings and self._is_set(n)]
-        idle += ["algorithm.kl_coef"] if a.teacher and self._is_set("algorithm.kl_coef") else []
+        no_reference = a.teacher_models and self._is_set("algorithm.kl_coef")
+        idle += ["algorithm.kl_coef"] if no_reference else []
         if idle:
             remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
         if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":
@@ -234,12 +235,12 @@ class Config(Section):
     def _learner_rules(self, broken: Rules) -> None:
         process = self.cluster.process_of(LEARNER)
         one_process = process.ranks == 1 and not process.offload and not self.pipeline.ranks
-        optim = self.training.optim
         of_responses = self.algorithm.has_optimal_baseline
         broken["optimal-baseline-in-parts"] = (of_responses and not one_process) and (
             "algorithm.baseline = 'optimal' needs the gradient of each response, which a learner "
             "in one process has; leave it out, or leave out ranks, offload and pipeline.ranks"
         )
+        optim = self.training.optim
         broken["optimizer-of-one-process"] = (
             optim != "adamw_torch_fused" and not one_process
         ) and (
@@ -367,12 +368,12 @@ class Config(Section):
             f"'{a.name}' trains on one response or pair of each prompt, and training.minibatches "
             f"= {minibatches} splits {groups} prompts; lower it to {groups} or less"
         )
-        missing = self.reward.missing_eos
         splits = a.has_optimal_baseline and minibatches > 1
         broken["optimal-baseline-among-minibatches"] = splits and (
             "algorithm.baseline = 'optimal' compares the gradients of a prompt's responses, which "
             f"training.minibatches = {minibatches} divides at random; set it to 1"
         )
+        missing = self.reward.missing_eos
         broken["sources-apart-with-missing-eos"] = (a.normalizes_sources and missing != "off") and (
             "algorithm.multi_objective_aggregation = 'normalize_then_sum' has no sum of scores "
             f"that reward.missing_eos = '{missing}' could change; set reward.missing_eos = 'off', "

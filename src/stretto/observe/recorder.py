@@ -63,7 +63,7 @@ class Recorder(ExitStack):
             self._remarks = Remarks(
                 config.reward,
                 config.rollout.max_new_tokens,
-                rewards_train=not a.teacher or a.reward_coef > 0,
+                rewards_train=not a.teacher_models or a.reward_coef > 0,
             )
         tracked_run = TrackedRun(run.name, run.path, config.model_dump(), resumed_step)
         self._trackers = open_trackers(config.observe, tracked_run)

@@ -13,7 +13,6 @@ from typing import Literal
 import psutil
 
 from stretto.config import AlgorithmConfig, Config, ModelConfig, RewardConfig
-from stretto.config.algorithm import TEACHER
 from stretto.config.cluster_config import LEARNER
 from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, ModelError
@@ -107,8 +106,8 @@ def plan_for(
     # With adapters, the reference is the actor with its adapters switched off.
     if algorithm and algorithm.has_reference and not model.lora_rank:
         models["reference"] = parameters
-    if algorithm and algorithm.teacher:
-        models[TEACHER] = _parameters(algorithm.teacher, parameters)
+    teachers = algorithm.teacher_models if algorithm else {}
+    models |= {name: _parameters(teacher, parameters) for name, teacher in teachers.items()}
     if reward and reward.models:
         models["reward"] = sum(_parameters(source.model, parameters) for source in reward.models)
     matrices = described(model.name).adapted(("all-linear",)) if model.load_in_4bit else ()
@@ -207,7 +206,7 @@ def known_shapes(config: Config) -> tuple[dict[str, Shape], Adapters | None]:
     draft = config.rollout.speculative_model
     shapes = {"actor": actor, "reference": actor, "critic": valued, **rewards}
     shapes["draft"] = _known(draft) if draft else None
-    shapes |= {name: _known(model) for name, model in config.algorithm.teachers.items()}
+    shapes |= {name: _known(model) for name, model in config.algorithm.teacher_models.items()}
     return {role: shape for role, shape in shapes.items() if shape}, adapters
 
 
@@ -374,8 +373,8 @@ class RunMemory:
                     shared=models[1:] if copies and c.critic.init == "actor" else (),
                     moments=moments if rests else (),
                     side_by_side=copies and place.device == "cpu" and not c.pipeline.ranks,
-                    further_gradients=2 if c.algorithm.has_optimal_baseline else 0,
                     fused=c.pipeline.ranks > 0 and c.pipeline.schedule == "fused",
+                    further_gradients=2 if c.algorithm.has_optimal_baseline else 0,
                 )
             elif model := shapes.get(seat.scorer or "actor"):
                 generates, follows = not seat.scorer, seat.scorer in ("", "critic")
@@ -396,7 +395,7 @@ class RunMemory:
                     layout if follows and not (inline or borrows) else None,
                     rows=c.cached_rows if generates else None,
                     positions=c.longest,
-                    logits=seat.scorer in ("reference", TEACHER),
+                    logits=seat.scorer in ("reference", *c.algorithm.teacher_models),
                     rests=(share is not None and c.rollout.sleeps) if generates else rests,
                     reads=seat_reads,
                     share=share,

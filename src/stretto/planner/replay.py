@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controllers import share_cores
 from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
-from stretto.config.algorithm import TEACHER
 from stretto.config.cluster_config import LEARNER
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
@@ -35,7 +34,7 @@ from stretto.types import FORKS, ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024  # tokens of a pass on a CPU, if the settings leave it open
 FUNCTION = ""  # role name of all reward functions in :meth:`Recording.role_devices`
-_KINDS: dict[str, ScoreKind] = {TEACHER: "logprobs", "reference": "logprobs", "critic": "values"}
+_KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
 
 class RoleDevices(NamedTuple):
@@ -144,7 +143,7 @@ class Recording:
                 cost=costs.learner,
             ),
             # Recorded rewards are sums over these sources, and the simulation will sum them again.
-            workload=self._workload(sum(name not in _KINDS for name in costs.scorers)),
+            workload=self._workload(sum(name not in self._kinds for name in costs.scorers)),
             schedule=config.schedule,
         )
 
@@ -214,7 +213,7 @@ class Recording:
         budget = self.config.training.microbatch_tokens or CPU_TOKEN_BUDGET
         worthwhile = worthwhile_tokens(budget, streaming=self.config.schedule.knobs.streams)
         for name, cost in costs.scorers.items():
-            common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward")}
+            common: dict[str, Any] = {"name": name, "kind": self._kinds.get(name, "reward")}
             common |= {"cost": cost, "load_s": costs.loads_s.get(name, 0.0)}
             if not isinstance(cost, SampleCost):
                 common["follows"] = "critic" if name == "critic" else ""
@@ -222,10 +221,18 @@ class Recording:
             for replica in roles.get(name, roles[FUNCTION]):
                 yield ScorerRole(**common, **replica._asdict())
 
+    @property
+    def _kinds(self) -> dict[str, ScoreKind]:
+        """Kinds of the scorers that give no rewards."""
+        teachers: dict[str, ScoreKind] = {}
+        for name in self.config.algorithm.teacher_models:
+            teachers[name] = "logprobs"
+        return teachers | _KINDS
+
     def role_devices(self) -> dict[str, list[RoleDevices]]:
         """Return the devices of each role's replicas. All functions are under :data:`FUNCTION`."""
         reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
-        models = [s for s in (*self.config.reward.sources, *_KINDS) if short_name(s) in reads]
+        models = [s for s in (*self.config.reward.sources, *self._kinds) if short_name(s) in reads]
         cores = self.config.threads or max(self.machine.threads, 1)
         if self.config.runtime_kind.has_processes:
             return self._in_processes(cores, models)

@@ -78,7 +78,7 @@ def train(
         inputs = Inputs(state[INPUTS] if state else {})
         critic = config.critic.model if config.algorithm.definition.critic else ""
         inputs.take_models(config.model, critic, config.reward.models, overrides, progress)
-        for teacher in config.algorithm.teachers.values():
+        for teacher in config.algorithm.teacher_models.values():
             weights = identity(teacher, config.model.trust_remote_code, progress)
             inputs.take(f"algorithm.teacher = '{teacher}'", weights)
         overrides = replace(

@@ -71,7 +71,7 @@ def model_scorers(
 ) -> list[str]:
     """Return the names of model scorers in order, including models passed in (``brought``)."""
     names = [s.name for s in reward.parsed if s.kind.is_model or s.name in brought]
-    names += algorithm.teachers
+    names += algorithm.teacher_models
     if algorithm.has_reference:
         names.append("reference")
     if algorithm.definition.critic:

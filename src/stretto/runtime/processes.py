@@ -245,7 +245,7 @@ class ProcessWorkers:
     def _make(
         self, placed: RolePlacement, setup: RoleSetup
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        teachers = setup.run_config.algorithm.teachers
+        teachers = setup.run_config.algorithm.teacher_models
         overrides = _needed(placed, setup.overrides, teachers)
         setup = replace(setup, overrides=overrides, ranks=placed.ranks, layout=placed.layout)
         if placed.role == LEARNER:

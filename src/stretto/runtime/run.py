@@ -204,7 +204,7 @@ def start(
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
     judges = [f for f in functions if isinstance(f, FunctionScorer) and f.looks_inside]
     environment = open_environment(config, prompts, stack, say, overrides, judges)
-    first = look_at_prompts(prompts, say)
+    first = look_at_prompts(prompts, config.algorithm, say)
     if "task" in config.reward.sources and (column := prompts.task.found_answers):
         say(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
     held_out = None

@@ -455,6 +455,8 @@ def _turn_rewards(rollout: Rollout) -> FloatArray:
 def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
     scores = of_kind(rollout, kind)
     n_tokens = rollout.sampled_tokens
+    if len(scores) > 1:  # scorers that divide the prompts
+        scores = [s for s in scores if len(s.values)] if n_tokens else scores[:1]
     if len(scores) != 1 or len(scores[0].values) != n_tokens:
         lengths = [len(s.values) for s in scores]
         raise LifecycleError(

@@ -6,7 +6,7 @@ per row of a streamed pass, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 class TokenScorer(ModelScorer):
     """Computes a number for each sampled token from the hidden state [N, H] that predicts it.
-    Responses with a token id of ``vocabulary`` or more fail.
+    Responses with a token id of ``vocabulary`` or more fail. ``applies`` selects the responses to
+    read by their prompts' data. Others get a score without a value.
     """
 
     def __init__(
@@ -57,17 +58,24 @@ class TokenScorer(ModelScorer):
         read: Callable[[Tensor, Tensor], Tensor],
         *args: Any,
         vocabulary: int | None = None,
+        applies: Callable[[Mapping[str, Any]], bool] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._read = read
         self._vocabulary = vocabulary
+        self._applies = applies
+        self.reads_text = applies is not None
 
     def _row_of(self, rows: StreamedRows, response: Response) -> StreamedRow | None:
-        if self._knows(response):
+        if self._reads(response):
             return super()._row_of(rows, response)
         rows.close([response.id])
         return None
+
+    def _reads(self, response: Response) -> bool:
+        applies = self._applies is None or self._applies(response.prompt.data)
+        return applies and self._knows(response)
 
     def _knows(self, response: Response) -> bool:
         if self._vocabulary is None:
@@ -96,7 +104,7 @@ class TokenScorer(ModelScorer):
             span.row.numbers.append(part)
 
     def _score(self, responses: Sequence[Response]) -> Scored:
-        responses = [r for r in responses if self._knows(r)]
+        responses = [r for r in responses if self._reads(r)]
         self.read_tokens += sum(r.total_tokens - 1 for r in responses)
         for indices in self._passes([r.total_tokens for r in responses]):
             part = [responses[i] for i in indices]
