@@ -1,43 +1,158 @@
-"""How well virtual time predicts a real run: runs of 'stretto train', against themselves.
+"""How well virtual time predicts a real run: runs of 'stretto train', against themselves, and the
+runs of other schedules, predicted from those of 'sync'.
 
 python benchmarks/simulated.py --replay RUN ...
+python benchmarks/simulated.py --across --out runs/across
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from _shared import parse
-from stretto.config import recipes
-from stretto.planner.replay import LEAST_STEPS, WARM_STEPS, predict
+from stretto.api.runs import ONE_ENGINE
+from stretto.api.settings import changed, config_of
+from stretto.api.training import begin, execute
+from stretto.assembly.run_models import Overrides
+from stretto.config import Config, recipes
+from stretto.observe import RunDirectory
+from stretto.planner.replay import LEAST_STEPS, WARM_STEPS, Recording, predict
+from stretto.runtime.sim.simulate import simulate
+
+REFERENCE, AGAIN = "sync", "sync again"
+UNLEARNED = {"training__lr": 1e-12, "training__critic_lr": 1e-12}
+"""So that all schedules decode the same responses: policies that learn differ in their lengths."""
+COMPARING = {"algorithm__name": "grpo", "rollout__samples_per_prompt": 4}
+"""Settings of an algorithm that compares the responses to a prompt."""
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    name: {f"schedule__{knob}": value for knob, value in knobs.items()}
+    for name, knobs in (*ONE_ENGINE.items(), (AGAIN, ONE_ENGINE[REFERENCE]))
+}
+GROUPS: Mapping[str, Mapping[str, Any]] = {
+    "sync": {},
+    "sync, train_on": {"schedule__score_on": "rollout", "schedule__train_on": "group"},
+    "oppo": {"schedule__preset": "oppo"},
+    "oppo, train_on": {"schedule__preset": "oppo", "schedule__train_on": "group"},
+    "skip_equal_groups": {"rollout__skip_equal_groups": True},
+    "oppo, skip_equal_groups": {
+        "schedule__preset": "oppo",
+        "rollout__skip_equal_groups": True,
+    },
+    AGAIN: {},
+}
+"""Variants of GRPO, with the knobs of 2026."""
+
+
+class Pair(NamedTuple):
+    """A schedule's seconds a step, measured and predicted from the run of ``sync``."""
+
+    variant: str
+    measured_s: float
+    predicted_s: float
+    reward: float  # mean of the last ten steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN", required=True)
-    args = parse(parser, {"replay": []})
-    if not args.smoke:
+    parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN", default=[])
+    parser.add_argument("--across", action="store_true", help="predict schedules from 'sync'")
+    parser.add_argument("--groups", action="store_true", help="with GRPO and the knobs for groups")
+    parser.add_argument("--learning", action="store_true", help="train at the recipe's rate")
+    parser.add_argument(
+        "--recipes", nargs="+", default=["tiny-tail", "tiny-climb", "tiny-turns", "tiny"]
+    )
+    parser.add_argument("--runtimes", nargs="+", default=["inline", "local"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("runs/across"))
+    small = {"steps": WARM_STEPS + LEAST_STEPS, "recipes": ["tiny"], "runtimes": ["inline"]}
+    args = parse(parser, small)
+    if args.replay:
         replay(args.replay)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        replay([recorded(Path(scratch))])
+        if args.smoke:
+            args.out = Path(scratch)
+            replay([recorded(args.out)])
+        across(args)
 
 
 def recorded(out: Path) -> Path:
     """The folder of a short run, for ``--smoke``."""
-    from stretto.api import train
+    config = changed(config_of("tiny"), {"steps": WARM_STEPS + LEAST_STEPS, "out": str(out)})
+    return trained(config, {"warmup_examples": 0, "rollout__batch": 4}, "smoke", None)
 
-    small: dict[str, Any] = {
-        "steps": WARM_STEPS + LEAST_STEPS,
-        "warmup_examples": 0,
-        "rollout__batch": 4,
-        "out": str(out),
+
+def trained(config: Config, changes: Mapping[str, Any], name: str, warm: Path | None) -> Path:
+    """The folder of a run."""
+    quiet = {"observe__progress": "off", "observe__checkpoint_minutes": 0.0}
+    run = begin(changed(config, {**changes, **quiet}), name, overrides=Overrides(warmup=warm))
+    execute(run)
+    return run.run_dir.path
+
+
+def across(args: argparse.Namespace) -> None:
+    """Every schedule, measured, and predicted from the run of ``sync`` beside it."""
+    variants = GROUPS if args.groups else SCHEDULES
+    common = {"steps": args.steps, **(COMPARING if args.groups else {})}
+    common |= {} if args.learning else UNLEARNED
+    if args.smoke:
+        common |= {"warmup_examples": 0, "rollout__batch": 4}
+        variants = {name: variants[name] for name in (REFERENCE, "oppo")}
+    print("| recipe | runtime | seed | schedule | s a step | predicted | ratio | x sync | reward |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    ratios = []
+    for recipe in args.recipes:
+        for seed in args.seeds:
+            for runtime in args.runtimes:
+                config = changed(config_of(recipe), {**common, "seed": seed, "runtime": runtime})
+                config = changed(config, {"out": str(args.out)})
+                warm = args.out / f"{recipe}-{seed}.safetensors"
+                args.out.mkdir(parents=True, exist_ok=True)
+                found = compared(config, variants, f"{recipe}-{runtime}-{seed}", warm)
+                for pair in found:
+                    ratio = pair.predicted_s / pair.measured_s
+                    ratios.append(ratio)
+                    print(
+                        f"| {recipe} | {runtime} | {seed} | {pair.variant} | {pair.measured_s:.4f} "
+                        f"| {pair.predicted_s:.4f} | {ratio:.2f} "
+                        f"| {found[0].measured_s / pair.measured_s:.2f} | {pair.reward:.3f} |",
+                        flush=True,
+                    )
+    errors = [abs(ratio - 1) for ratio in ratios]
+    print(f"\nerror: median {median(errors):.1%}, worst {max(errors):.1%}; load {os.getloadavg()}")
+
+
+def compared(
+    config: Config, variants: Mapping[str, Mapping[str, Any]], name: str, warm: Path
+) -> list[Pair]:
+    """The pairs of all variants, of which the first is the one that predicts."""
+    folders = {
+        variant: trained(config, changes, f"{name}-{variant.replace(', ', '-')}", warm)
+        for variant, changes in variants.items()
     }
-    return train("tiny", observe__progress="off", **small).model.parent
+    recording = Recording.read(folders[next(iter(variants))], WARM_STEPS)
+    return [pair_of(variant, folder, recording) for variant, folder in folders.items()]
+
+
+def pair_of(variant: str, folder: Path, recording: Recording) -> Pair:
+    """A run's seconds a step after the warm-up, and what ``recording`` says of them."""
+    run = RunDirectory.open(folder)
+    steps = run.trace.read().steps
+    measured_s = (steps[-1].end_s - steps[WARM_STEPS].start_s) / (len(steps) - WARM_STEPS)
+    result = simulate(recording.cluster(recipes.load(folder)), steps=len(steps))
+    ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
+    predicted_s = (ends_s[-1] - ends_s[WARM_STEPS - 1]) / (len(steps) - WARM_STEPS)
+    rewards = [m["objective/scores"] for m in run.read_metrics() if m["step"]][-10:]
+    return Pair(variant, measured_s, predicted_s, sum(rewards) / len(rewards))
 
 
 def replay(runs: Sequence[Path]) -> None:

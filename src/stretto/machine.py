@@ -29,6 +29,7 @@ class Machine:
     threads: int  # torch's default
     gpus: tuple[str, ...]
     torch: str
+    thread_scaling: float = 0.0  # speed of two threads of a run, relative to one. 0: unknown
 
     @classmethod
     def here(cls) -> Self:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
-from threading import Event, Thread, get_ident
+from threading import Event, Lock, Thread, get_ident
 
 import pytest
 import torch
 
-from stretto.models.cpu_threads import interrupt, set_threads, side_by_side
+from stretto.models.cpu_threads import interrupt, set_threads, side_by_side, thread_scaling
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +91,14 @@ def test_an_interruption_ends_the_other_call_too(place: int) -> None:
     interrupt(thread, Stop)
     thread.join(10)
     assert ended == ["endless", "caller"]
+
+
+def test_calls_that_share_a_lock_get_done_no_more_than_one() -> None:
+    lock = Lock()
+
+    def locked() -> None:
+        with lock:
+            time.sleep(0.005)
+
+    assert thread_scaling([locked, locked], 1, 0.1) == pytest.approx(1.0, abs=0.4)
+    assert thread_scaling([partial(time.sleep, 0.005)] * 2, 1, 0.1) == pytest.approx(2.0, abs=0.4)

@@ -52,11 +52,13 @@ READ = [Span(r, f"score/{r}", 0, 1, {"tokens": 1}) for r in ("reference", "criti
 # -- cores and calls --------------------------------------------------------------------------
 
 
-def ends(cores: int, pieces: list[tuple[float, float, int]]) -> list[float]:
+def ends(
+    cores: int, pieces: list[tuple[float, float, int]], thread_scaling: float = 0.0
+) -> list[float]:
     """When pieces of work end: each with its start, its seconds alone, and its threads."""
 
     async def main() -> list[float]:
-        shared, loop = Cores(cores), asyncio.get_running_loop()
+        shared, loop = Cores(cores, thread_scaling), asyncio.get_running_loop()
 
         async def piece(start_s: float, seconds: float, threads: int) -> float:
             await asyncio.sleep(start_s)
@@ -84,6 +86,20 @@ def test_threads_share_cores_evenly(
     cores: int, pieces: list[tuple[float, float, int]], expected: list[float]
 ) -> None:
     assert ends(cores, pieces) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("cores", "thread_scaling", "expected"),
+    [
+        (2, 1.25, [1.6, 2.6]),  # 5/8 each until the first ends with 1 done, then 1 s alone
+        (1, 1.25, [2.0, 3.0]),  # the cores allow less
+        (2, 2.0, [1.0, 2.0]),
+    ],
+)
+def test_threads_of_one_process_hinder_each_other(
+    cores: int, thread_scaling: float, expected: list[float]
+) -> None:
+    assert ends(cores, [(0.0, 1.0, 1), (0.0, 2.0, 1)], thread_scaling) == pytest.approx(expected)
 
 
 def test_work_that_is_broken_off_leaves_its_cores_to_the_others() -> None:
@@ -144,6 +160,34 @@ def test_what_others_took_is_left_out() -> None:
         assert [s for s in undisturbed(spans, threads, cores) if not s.waits] == [
             s for s in spans if not s.waits
         ]
+
+
+def test_what_the_lock_took_is_left_out() -> None:
+    """Two threads get 1.25 done at once: A works from 0 to 1.5 s, B from 0.5 to 2 s; each is alone
+    for half a second, and does 0.625 of the second that they share. The driver is not counted."""
+    spans = [
+        Span("a", "score", 0.0, 1.5, {}),
+        Span("b", "score", 0.5, 2.0, {}),
+        Span("driver", "driver/books", 0.0, 0.25, {"items": 1}),
+    ]
+    found = undisturbed(spans, {"a": 1, "b": 1, "driver": 0}, 2, 1.25)
+    expected = {"a": 1.125, "b": 1.125, "driver": 0.25}
+    assert {s.role: s.end_s - s.start_s for s in found} == pytest.approx(expected)
+
+
+def test_prefills_of_like_sizes_cost_what_the_reference_reads() -> None:
+    """Calls that prefill 100 tokens take 1 ms a token and 20 ms each, which their sizes do not tell
+    apart, but the reference reads tokens of the same model."""
+    spans = [Span("learner", "update", 90.0, 91.0, {"tokens": 10})]
+    for i, steps in enumerate((10, 25, 40, 10, 30, 70)):
+        took_s = 0.02 + 0.001 * 100 + 0.01 * steps
+        amounts = {"steps": steps, "tokens": 3 * steps, "context": 0, "prefilled": 100}
+        spans.append(Span("generator", "gen", 2.0 * i, 2.0 * i + took_s, amounts))
+        length = 50 * 2**i
+        read = {"tokens": length, "rollouts": [i]}
+        spans.append(Span("reference", "score", 20.0 * i, 20.0 * i + 0.001 * length, read))
+    found = calibrate(spans).generator.prefill
+    assert (found.call_s, found.token_s) == pytest.approx((0.02, 0.001), rel=1e-6)
 
 
 def test_hand_overs_and_calls_are_measured() -> None:
@@ -271,7 +315,11 @@ def test_a_run_of_episodes_predicts_itself(preset: Any) -> None:
         schedule=ScheduleConfig(preset=preset, chunk_tokens=8),
         environment=EnvironmentConfig(sources=("tools.py:add",)),
     )
-    waits = SimEpisodes(wait_s=AnswerLatency(median=2, p95=9), answer_tokens=Uniform(low=1, high=4))
+    waits = SimEpisodes(
+        wait_s=AnswerLatency(median=2, p95=9),
+        answer_tokens=Uniform(low=1, high=4),
+        openings_s=(0.5, 1.5, 3.0),
+    )
     described = crowded(config)
     workload = {"max_new_tokens": 100, "episodes": waits}
     cluster = described.model_copy(
@@ -288,13 +336,15 @@ def test_a_run_of_episodes_predicts_itself(preset: Any) -> None:
         for r in rollouts
     ]
     result = simulate(cluster)
-    asked = [s for s in result.spans if (s.role, s.name) == ("environment", "step")]
+    asked = [s for s in result.spans if s.role == "environment"]
+    assert {s.name for s in asked} == {"open", "step"}
     known = {(s.attributes["rollout"], s.attributes["turn"]): s.end_s - s.start_s for s in asked}
     run = Recording(config, records, result.spans, TWO_CORES, waits=known)
     replayed = run.cluster(config)
     episodes = replayed.workload.episodes
     assert episodes
     assert episodes.recorded[1][0] == pytest.approx(turns(1)[0])
+    assert episodes.openings_s[:4] == pytest.approx((0.5, 1.5, 3.0, 0.5))
     limited = replayed.workload.model_copy(update={"max_new_tokens": 100})
     again = simulate(replayed.model_copy(update={"workload": limited}))
     assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.01)
@@ -394,6 +444,11 @@ def test_machine_and_starts_are_kept_in_the_folder_of_a_run(
     assert datetime.fromisoformat(begun["date"]) <= datetime.fromisoformat(resumed["date"])
     assert begun["versions"]["torch"] == found.torch
     assert list(begun["versions"]) == ["python", "stretto", "torch", "transformers"]
+    folder.add_to_machine(thread_scaling=1.25)
+    assert (folder.read_machine(), len(folder.read_starts())) == (
+        replace(found, thread_scaling=1.25),
+        3,
+    )
     folder.machine_file.write_text("{}")
     with pytest.raises(StateError, match=r"machine\.json' cannot be read"):
         folder.read_machine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Lock, Thread
@@ -77,3 +78,33 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
             worker.join()
         set_threads(threads)
     return [first, *(answer.result() for answer in answers)]
+
+
+def thread_scaling(calls: Sequence[Callable[[], object]], threads: int, seconds: float) -> float:
+    """Measure the speed of calls repeated at the same time, relative to one call after the
+    other: 1 if Python's lock or the memory allows only one of them at a time, at most their number.
+
+    Args:
+        threads: CPU threads of each call.
+        seconds: duration of the measurement of each call, and of all at the same time.
+    """
+
+    def repeat(call: Callable[[], object], rates: list[float]) -> None:
+        set_threads(threads)
+        count, began_s = 0, time.perf_counter()
+        while (took_s := time.perf_counter() - began_s) < seconds or not count:
+            call()
+            count += 1
+        rates.append(count / took_s)
+
+    def rates_of(group: Sequence[Callable[[], object]]) -> list[float]:
+        rates: list[list[float]] = [[] for _ in group]
+        workers = [Thread(target=repeat, args=pair) for pair in zip(group, rates, strict=True)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return [number for (number,) in rates]
+
+    single_rates = [rates_of([call])[0] for call in calls]
+    return sum(rate / single for rate, single in zip(rates_of(calls), single_rates, strict=True))

@@ -240,6 +240,14 @@ class RunDirectory:
         record = {**asdict(machine), "starts": [*starts, current_start()]}
         files.write_whole(self.machine_file, json.dumps(record, indent=2).encode())
 
+    def add_to_machine(self, **measured: float) -> None:
+        """Add facts that were measured after the start, if it was recorded."""
+        if not self.machine_file.is_file():
+            return
+        machine, starts = self._read_machine()
+        record = {**asdict(machine), **measured, "starts": starts}
+        files.write_whole(self.machine_file, json.dumps(record, indent=2).encode())
+
     def read_machine(self) -> Machine:
         return self._read_machine()[0]
 

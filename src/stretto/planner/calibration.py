@@ -26,6 +26,7 @@ from stretto.observe.spans import NO_DEVICES, WEIGHT_SYNC, Span
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
 from stretto.runtime.sim import costs
+from stretto.runtime.sim.resources import full_speed
 
 Array = npt.NDArray[np.float64]
 
@@ -92,13 +93,16 @@ class Calibration:
 
 
 def calibrate(
-    spans: Iterable[Span], threads: Mapping[str, int] = {}, cores: int = 0
+    spans: Iterable[Span],
+    threads: Mapping[str, int] = {},
+    cores: int = 0,
+    thread_scaling: float = 0.0,
 ) -> Calibration:
     """Fit all costs to a run's spans. Raises StateError if generator or learner has none."""
     all_spans = list(spans)
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in undisturbed(all_spans, threads, cores):
+    for span in undisturbed(all_spans, threads, cores, thread_scaling):
         if span.role == WEIGHT_SYNC:  # contains the loads of all roles
             sends[span.attributes.get("model", "")].append(replace(span, name="load"))
         elif not span.waits and span.role not in NO_DEVICES:
@@ -115,13 +119,14 @@ def calibrate(
                 "no-spans",
             )
     generator, learner = by_role.pop("generator"), by_role.pop("learner")
+    scorers = {
+        name: _scorer(spans)
+        for name, spans in by_role.items()
+        if any(span.name != "load" for span in spans)
+    }
     return Calibration(
-        generator=_generator(generator, loads_s["generator"]),
-        scorers={
-            name: _scorer(spans)
-            for name, spans in by_role.items()
-            if any(span.name != "load" for span in spans)
-        },
+        generator=_generator(generator, loads_s["generator"], scorers.get("reference")),
+        scorers=scorers,
         loads_s=loads_s,
         learner=_learner(learner),
         call_s=_call_s(all_spans),
@@ -129,26 +134,32 @@ def calibrate(
     )
 
 
-def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
-    """Yield spans as if no other work had shared the ``cores`` (0: enough for all). If more threads
-    than cores are busy, all work is assumed to slow down at the same rate."""
+def undisturbed(
+    spans: Iterable[Span], threads: Mapping[str, int], cores: int, thread_scaling: float = 0.0
+) -> Iterator[Span]:
+    """Yield spans as if no other work had shared the ``cores`` (0: enough for all). While several
+    roles are busy, all are assumed to slow down at the rate of
+    :func:`~stretto.runtime.sim.resources.full_speed`."""
     spans = list(spans)
     if not cores:
         yield from spans
         return
-    changes: defaultdict[float, int] = defaultdict(int)
+    changes: defaultdict[float, list[int]] = defaultdict(lambda: [0, 0])
     for span in spans:
         works = not span.waits and span.role not in NO_DEVICES
         span_threads = threads[role_of(span)] if works else 0
-        changes[span.start_s] += span_threads
-        changes[span.end_s] -= span_threads
+        is_piece = works and span.role not in (DRIVER, WEIGHT_SYNC)
+        for moment_s, sign in ((span.start_s, 1), (span.end_s, -1)):
+            changes[moment_s][0] += sign * is_piece
+            changes[moment_s][1] += sign * span_threads
     done_s = at_s = 0.0  # seconds of undisturbed work
-    busy = 0
+    pieces = busy = 0
     done: dict[float, float] = {}
     for moment_s in sorted(changes):
-        done_s += (moment_s - at_s) * (min(1.0, cores / busy) if busy else 1.0)
+        done_s += (moment_s - at_s) * full_speed(pieces, busy, cores, thread_scaling)
         at_s = moment_s
-        busy += changes[moment_s]
+        more_pieces, more_threads = changes[moment_s]
+        pieces, busy = pieces + more_pieces, busy + more_threads
         done[moment_s] = done_s
     for span in spans:
         yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])
@@ -182,20 +193,34 @@ def _fit_line(
     return _fit(spans, [[1.0, units] for units in amounts], far_off)
 
 
-def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
+def _generator(
+    spans: Sequence[Span], load_s: float, reference: costs.PrefillCost | costs.SampleCost | None
+) -> costs.GeneratorCost:
+    """Fit a generator's costs. If all its prefills have similar sizes, a prefilled token costs as
+    much as one that the reference reads, which is the same model."""
     calls = [s for s in spans if s.name == "gen"]
     names = ("steps", "tokens", "context", "prefilled", "proposed", "accepted")
     numbers = [[float(s.attributes.get(name, 0)) for name in names] for s in calls]
     rows = [  # a step reads its rows' newest tokens, and proposed ones
-        [steps, tokens - accepted + proposed, context, prefilled, float(prefilled > 0)]
+        [steps, tokens - accepted + proposed, context, float(prefilled > 0), prefilled]
         for steps, tokens, context, prefilled, proposed, accepted in numbers
     ]
-    step_s, row_s, context_s, token_s, call_s = _fit(calls, rows, _FAR_OFF)
+    prefills = [row[-1] for row in rows if row[-1]]
+    if isinstance(reference, costs.PrefillCost) and max(prefills) < ALIKE * min(prefills):
+        token_s = reference.token_s
+        calls = [_shorter(s, token_s * row.pop()) for s, row in zip(calls, rows, strict=True)]
+        step_s, row_s, context_s, call_s = _fit(calls, rows, _FAR_OFF)
+    else:
+        step_s, row_s, context_s, call_s, token_s = _fit(calls, rows, _FAR_OFF)
     return costs.GeneratorCost(
         decode=costs.DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),
         prefill=costs.PrefillCost(call_s=call_s, token_s=token_s),
         load_s=load_s,
     )
+
+
+def _shorter(span: Span, by_s: float) -> Span:
+    return replace(span, start_s=min(span.start_s + by_s, span.end_s))
 
 
 def _scorer(spans: Sequence[Span]) -> costs.PrefillCost | costs.SampleCost:

@@ -51,7 +51,7 @@ class Recording:
 
     Rollouts include those in flight at its end. Spans should omit the first steps, which warm up.
     Chunks and deltas (over-commitment) are the chosen ones, by round. ``waits`` are in seconds, by
-    rollout and number of the answered turn, from 1.
+    rollout and number of the answered turn, from 1. 0 is the opening of the episode.
     """
 
     config: Config
@@ -78,7 +78,7 @@ class Recording:
         waits = {
             (s.attributes["rollout"], s.attributes["turn"]): s.end_s - s.start_s
             for s in trace.spans
-            if s.role == ENVIRONMENT and s.name == "step"
+            if s.role == ENVIRONMENT and s.name in ("open", "step")
         }
         return cls(config, rollouts, spans, machine, chunks, deltas, waits)
 
@@ -88,7 +88,7 @@ class Recording:
         roles = self.role_devices()
         functions = roles[FUNCTION][0].threads
         threads = defaultdict(lambda: functions, {role: r[0].threads for role, r in roles.items()})
-        return calibrate(self.spans, threads, self._cores)
+        return calibrate(self.spans, threads, self._cores, self._thread_scaling)
 
     def cluster(self, config: Config | None = None) -> Cluster:
         """Describe the roles of the run, with the recorded costs, lengths and rewards. ``config``
@@ -122,6 +122,7 @@ class Recording:
         (learner,) = roles[LEARNER]
         return Cluster(
             cores=self._cores,
+            thread_scaling=self._thread_scaling,
             call_s=costs.call_s,
             driver=costs.driver,
             generators=tuple(
@@ -156,6 +157,10 @@ class Recording:
             return SimSpeculation()
         rows = self.config.rollout.speculative_rows
         return SimSpeculation(rows=rows, proposed=proposed / eligible, accepted=accepted / eligible)
+
+    @property
+    def _thread_scaling(self) -> float:
+        return 0.0 if self.config.runtime_kind.has_processes else self.machine.thread_scaling
 
     @property
     def _cores(self) -> int:
@@ -196,10 +201,16 @@ class Recording:
         ids, turns = sorted(turns_by_id), list[tuple[tuple[int, float, int], ...]]()
         for i in range(ids[-1] + 1):
             turns.append(turns_by_id[ids[bisect_left(ids, i)]])
+        opened = sorted(i for i, number in self.waits if not number)
+        openings_s = [self.waits[i, 0] for i in opened]
         return SimEpisodes(
             max_turn_tokens=self.config.environment.max_turn_tokens,
             rewarded=ENVIRONMENT in self.config.reward.sources,
             recorded=tuple(turns),
+            openings_s=tuple(
+                openings_s[min(bisect_left(opened, i), len(opened) - 1)]
+                for i in range(ids[-1] + 1 if opened else 0)
+            ),
         )
 
     def _turns(self, r: RolloutRecord) -> Iterator[tuple[int, float, int]]:

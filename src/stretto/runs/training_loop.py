@@ -90,6 +90,7 @@ def train(
         running = start(config, stack, progress, overrides, run_dir.path)
         if overrides.warmup and overrides.warmup.exists():
             files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
+        run_dir.add_to_machine(thread_scaling=running.workers.thread_scaling)
         stack.enter_context(freeze_heap())
         running.spans.take()
         evaluator = None

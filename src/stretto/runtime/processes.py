@@ -54,6 +54,7 @@ class ProcessWorkers:
     """Workers of a run in processes, started concurrently. A warm-up comes first."""
 
     channel = WeightSender.name
+    thread_scaling = 0.0  # roles in processes have locks of their own
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch import nn
 from stretto.assembly.controllers import share_cores
 from stretto.assembly.parts import trained_models
 from stretto.assembly.roles import RoleFactory
-from stretto.assembly.run_models import Overrides
+from stretto.assembly.run_models import Overrides, drawing_apart
 from stretto.config import Config
 from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.models.backend import backend_of, pick_device
+from stretto.models.cpu_threads import thread_scaling
+from stretto.models.forward import hidden_states
 from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import RolePlacement
@@ -34,6 +37,10 @@ from stretto.workers.group import RankGroup
 from stretto.workers.threads import ThreadExecutor, WorkerThread
 
 PATIENCE_S = 3.0  # how long shutdown waits for interrupted calls
+PROBE_S = 0.05  # of each part of a probe of Python's lock
+LONG_PASS_S = 0.02  # of a pass that hardly needs the lock
+PROBED_STEPS = 20  # fewest of a run with the probe
+ROW_TOKENS = 40  # of a probed row
 
 
 class ThreadWorkers:
@@ -97,10 +104,9 @@ class ThreadWorkers:
                 snapshots=trained if knobs.copies_weights else (),
                 channel=channel,
             )
-        refs, dtype = (
-            learner.offer() if knobs.copies_weights else {},
-            learner.trained["actor"].dtype,
-        )
+        refs = learner.offer() if knobs.copies_weights else {}
+        dtype = learner.trained["actor"].dtype
+        self.thread_scaling = self._thread_scaling(actor)
         self.ready = Ready(refs, "", (), dtype)
         training = LearnerService(learner, channel, prompts, self.ready)
         self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])
@@ -125,6 +131,32 @@ class ThreadWorkers:
         """Free the models without a garbage collection, which could come after the next run's."""
         for executor in self.executors.values():
             vars(executor.service).clear()  # the run refers to it in cycles
+
+    def _thread_scaling(self, actor: nn.Module) -> float:
+        """Measure the speed of decoding beside training, relative to one of them. 0 (unknown) for
+        a short run, and for long passes, which the lock hardly affects.
+        """
+        config = self._config
+        if config.steps < PROBED_STEPS or pick_device(config.model.device).type != "cpu":
+            return 0.0
+        rows = [[0] * ROW_TOKENS] * config.rollout.batch
+        weights = [p for p in actor.parameters() if p.requires_grad]
+
+        def decoding() -> None:
+            with torch.inference_mode():
+                hidden_states(actor, [row[:1] for row in rows])
+
+        def training() -> None:
+            loss = hidden_states(actor, rows).float().square().mean()
+            torch.autograd.grad(loss, weights, allow_unused=True)
+
+        began_s = time.perf_counter()
+        decoding()
+        if time.perf_counter() - began_s > LONG_PASS_S:
+            return 0.0
+        threads = max(1, self._cores // 2)
+        with drawing_apart("probe", torch.device("cpu")):
+            return median(thread_scaling([decoding, training], threads, PROBE_S) for _ in range(3))
 
     @property
     def _cores(self) -> int:

@@ -49,7 +49,7 @@ class _Role(Section):
     tensor_parallel: PositiveInt = 1
     """Devices that a copy of the model is split over. There are as many copies as fit."""
     threads: PositiveInt = 1
-    """CPU threads that its work takes, of the cluster's cores."""
+    """CPU threads of its work, of the cluster's cores."""
 
     def _require(self, model: str, cost: object, devices: Devices) -> None:
         if bool(model) == (cost is not None):
@@ -237,6 +237,9 @@ class Cluster(Section):
     """Shares of the devices' peaks that are reached."""
     cores: NonNegativeInt = 0
     """CPU cores that the threads of all roles share. 0: enough for all."""
+    thread_scaling: NonNegative = 0.0
+    """Speed of several roles, relative to one, if they are threads of a process that hinder each
+    other by Python's lock or in memory. 0: they share only cores."""
     call_s: NonNegative = 0.0
     """Seconds that a role's call and its answer spend in transit, in addition to the work."""
     driver: Mapping[str, costs.DriverCost] = {}

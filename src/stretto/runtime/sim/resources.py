@@ -24,11 +24,24 @@ class Device:
         self.turn = asyncio.Lock()
 
 
-class Cores:
-    """CPU cores, shared evenly by all working threads if there are more threads than cores."""
+def full_speed(pieces: int, threads: int, cores: int, thread_scaling: float) -> float:
+    """Return the rate of pieces of work with so many threads in all, relative to one alone.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Args:
+        thread_scaling: speed of several pieces, relative to one, if they hinder each other by more
+            than their need for cores, for example by Python's lock. 0: they do not.
+    """
+    rate = min(1.0, cores / threads) if threads else 1.0
+    return min(rate, thread_scaling / pieces) if thread_scaling and pieces > 1 else rate
+
+
+class Cores:
+    """CPU cores, shared evenly by all working threads if there are more threads than cores. For
+    ``thread_scaling`` see :func:`full_speed`.
+    """
+
+    def __init__(self, count: int, thread_scaling: float = 0.0) -> None:
+        self._count, self._thread_scaling = count, thread_scaling
         self._left_s: dict[asyncio.Future[float], float] = {}  # of each piece of work at full speed
         self._threads: dict[asyncio.Future[float], int] = {}
         self._since_s = 0.0
@@ -51,7 +64,8 @@ class Cores:
 
     @property
     def _rate(self) -> float:
-        return min(1.0, self._count / sum(self._threads.values())) if self._threads else 1.0
+        threads = self._threads.values()
+        return full_speed(len(threads), sum(threads), self._count, self._thread_scaling)
 
     def _settle(self) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -166,7 +166,9 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     environment = None
     if w.episodes and w.turns:
         rewarded = {"reward": w.reward} if w.episodes.rewarded else {}
-        environment = SimEnvironment(w.turns, w.max_new_tokens, **rewarded)
+        environment = SimEnvironment(
+            w.turns, w.max_new_tokens, opening_s=w.turns.opening_s, **rewarded
+        )
     return Schedule(
         prompts,
         roles.generators,
@@ -184,7 +186,7 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     devices = [Device(i) for i in range(cluster.device_count)]
     w = cluster.workload
     lengths, turns = Lengths(w.response_tokens, w.seed), w.turns or (lambda rollout_id: ())
-    cores = Cores(cluster.cores) if cluster.cores else None
+    cores = Cores(cluster.cores, cluster.thread_scaling) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
         role_devices, call_s = [devices[i] for i in role.devices], cluster.call_s

@@ -81,11 +81,18 @@ class SimEpisodes(Section):
     """Turns of a recorded run, which replace all these settings, by rollout id. Each turn has its
     tokens, seconds until the answer, and tokens of the answer. Beyond the last episode they repeat.
     """
+    openings_s: tuple[NonNegative, ...] = ()
+    """Seconds until an episode is open, by rollout id, again from the first after the last. Empty:
+    none."""
 
     def at_once(self) -> SimEpisodes:
         recorded = tuple(tuple((n, 0.0, answer) for n, _, answer in e) for e in self.recorded)
         return self.model_copy(
-            update={"wait_s": AnswerLatency(median=0, p95=0), "recorded": recorded}
+            update={
+                "wait_s": AnswerLatency(median=0, p95=0),
+                "recorded": recorded,
+                "openings_s": (),
+            }
         )
 
 
@@ -97,6 +104,11 @@ class Turns:
         self._lengths = lengths
         self._seed = seed
         self._first = Lengths(lengths, seed)
+
+    def opening_s(self, rollout_id: int) -> float:
+        """Return the seconds until a rollout's episode is open."""
+        openings_s = self._episodes.openings_s
+        return openings_s[rollout_id % len(openings_s)] if openings_s else 0.0
 
     def __call__(self, rollout_id: int) -> Sequence[SimTurn]:
         """Return all turns of a rollout's episode, at least one, without token limits."""
@@ -130,9 +142,9 @@ def turn_of(response: Response) -> int:
 
 
 class SimEnvironment:
-    """An environment that answers turns as ``turns`` define, each after its wait. Calls wait in
-    parallel and occupy no device. At its end an episode earns ``reward``, a function of the rollout
-    id and the version of its last tokens.
+    """An environment that opens episodes and answers turns as ``turns`` define, each after its
+    wait. Calls wait in parallel and occupy no device. At its end an episode earns ``reward``, a
+    function of the rollout id and the version of its last tokens.
     """
 
     def __init__(
@@ -140,12 +152,15 @@ class SimEnvironment:
         turns: Callable[[int], Sequence[SimTurn]],
         max_new_tokens: int,
         reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
+        opening_s: Callable[[int], float] = lambda rollout_id: 0.0,
     ) -> None:
-        self._turns = turns
+        self._turns, self._opening_s = turns, opening_s
         self._max_new_tokens = max_new_tokens
         self._reward = reward
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        if seconds := self._opening_s(episode_of(response.id)):
+            await asyncio.sleep(seconds)
         return log[-1] if log else Observation(response.id, 0, PLACEHOLDERS[:0])
 
     async def step(self, response: Response) -> Observation:
