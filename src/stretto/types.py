@@ -293,12 +293,15 @@ class WeightsRef:
             error if the two differ.
         channel: location of the tensors. Empty if both sides share memory and none are sent. Not
             saved, because it depends on the runtime.
+        sums: checksums of all elements of each trained tensor at the learner, by name, for the
+            flight recorder (``observe.flight``).
     """
 
     model: str
     version: int
     fingerprint: str
     channel: Unsaved[str] = ""
+    sums: Unsaved[Mapping[str, int]] = field(default_factory=dict, compare=False)
 
 
 Hold = Literal["keep", "offload", "remake"]

@@ -545,6 +545,8 @@ class ObserveConfig(Section):
     """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
+    flight: bool = True
+    """Write flight.log, with which 'stretto replay' repeats the run bit for bit."""
     checkpoint_minutes: Minutes = 10.0
     """Minutes between checkpoints to resume from. The first comes after a minute, the last at the
     end of the run. 0 writes none, only the model at the end."""

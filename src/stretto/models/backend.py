@@ -80,6 +80,15 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def hardware(device: torch.device) -> str:
+    """Describe a device's kind, on which the bits of results depend."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
 def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
     """Return the type to compute in. ``auto`` uses :func:`fastest_dtype`."""
     import torch

@@ -22,6 +22,15 @@ from stretto.types import WeightsRef
 
 M = TypeVar("M", bound=nn.Module)
 
+PRIME = 65521  # the largest below 2^16
+PATTERNS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+"""Types of integers that have the bits of other types."""
+
 SAMPLES = 256
 """Evenly spaced elements sampled from each tensor."""
 
@@ -82,6 +91,23 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in tensors:
         running.take(name, tensor)
     return running.mark()
+
+
+@torch.no_grad()
+def bit_sums(
+    tensors: Mapping[str, Tensor], add_up: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> dict[str, int]:
+    """Return a checksum of 16 bits of all elements of each tensor, which changes with any one bit.
+
+    It is the sum of the elements' bit patterns modulo a prime, and so depends neither on the order
+    of the additions nor on the division into parts. ``add_up`` adds it up over ranks.
+    """
+    if not tensors:
+        return {}
+    patterns = (tensor.detach().contiguous() for tensor in tensors.values())
+    sums = [pattern.view(PATTERNS[pattern.dtype]).sum(dtype=torch.int64) for pattern in patterns]
+    totals = add_up(torch.stack([total.to(sums[0].device) for total in sums])).tolist()
+    return {name: total % PRIME for name, total in zip(tensors, totals, strict=True)}
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from stretto.protocols import DRIVER, Clock
+from stretto.protocols import DRIVER, Clock, Tracer
 
 WAIT = "wait"
 """Name of spans in which a role has nothing to do. Their attribute ``cause`` is the reason."""
@@ -158,3 +158,14 @@ class Spans:
             self._records.clear()
             self._since_s = now_s
         return window
+
+
+class WorkSpans:
+    """A tracer without past stretches, for a replay: their times are those of the recorded run."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.span = tracer.span
+        self.awaiting = tracer.awaiting
+
+    def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
+        """Do nothing."""

@@ -38,10 +38,11 @@ from stretto.errors import StateError, StorageError, first_line
 from stretto.files import FileSum
 from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
-from stretto.protocols import Clock, RealClock
+from stretto.protocols import Clock
 from stretto.runtime.run import Run
 from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size
+from stretto.workers.gate import Gate
 
 T = TypeVar("T")
 
@@ -218,6 +219,12 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def passing(gate: Gate, name: str, write: Callable[[], T]) -> asyncio.Task[T]:
+    """Run ``write`` in the background. Its end passes the gate, as later work depends on it."""
+    work = gate.outcome(name, "write", lambda: asyncio.wrap_future(in_background(write)))
+    return asyncio.create_task(work)
+
+
 # -- during a run --------------------------------------------------------------------------------
 
 
@@ -251,10 +258,10 @@ class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
         self._inputs = json.dumps(inputs, indent=1) + "\n"
         self._steps = steps
         self._note = note
-        self._clock = clock or RealClock()
+        self._clock = clock or running.gate
         self._taken_s = self._clock.now()
         self._any = newest(folder) > 0
-        self._writing: Future[Path] | None = None
+        self._writing: asyncio.Task[Path] | None = None  # done once it has passed the gate
         self._step = 0  # step of the current or last write
 
     async def after(self, step: int, *, last: bool = False, asked: bool = False) -> None:
@@ -310,7 +317,7 @@ class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
             if staged.live:
                 await self._written()
 
-    def _begin(self, step: int, staged: Staged) -> Future[Path]:
+    def _begin(self, step: int, staged: Staged) -> asyncio.Task[Path]:
         keep = 1 if step == self._steps else KEPT
         parts = {**staged.files, INPUTS: self._write_inputs}
 
@@ -321,7 +328,7 @@ class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
                     exports(step, path, partial(self._running.save_staged, EXPORT))
                 return path
 
-        return in_background(write)
+        return passing(self._running.gate, CHECKPOINT, write)
 
     def _write_inputs(self, file: Path) -> Mapping[str, FileSum]:
         file.write_text(self._inputs, "utf-8")
@@ -332,7 +339,7 @@ class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
         if self._writing is None:
             return
         try:
-            path = await asyncio.wrap_future(self._writing)
+            path = await asyncio.shield(self._writing)
             if not self._any and self._step < self._steps:
                 size = format_size(files.size_of(path))
                 self._note(f"the first checkpoint, of step {self._step}, takes {size}: {path}")

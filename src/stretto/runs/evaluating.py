@@ -6,8 +6,8 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack
+from functools import partial
 from statistics import fmean
 
 from stretto import files
@@ -19,7 +19,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.card import NAME, is_edited, write_card
 from stretto.observe.run_directory import EVALUATED, SCORE, Best
 from stretto.observe.spans import CHECKPOINT
-from stretto.runs.checkpoint import in_background
+from stretto.runs.checkpoint import passing
 from stretto.runtime.run import Run, start
 from stretto.saying import Say
 from stretto.schedules.evaluation import Evaluation
@@ -117,7 +117,7 @@ class Evaluator(AbstractAsyncContextManager["Evaluator"]):
         self.news: dict[str, float] = {}  # metrics that no step has recorded yet
         self.best = run_dir.best()  # so far; its model is kept
         self._evaluated = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
-        self._writing: Future[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
         interval, facts = config.observe.eval_every, held_out.facts
         running.schedule.evaluation = Evaluation(interval, held_out.prompts, self._take)
         note(
@@ -152,7 +152,8 @@ class Evaluator(AbstractAsyncContextManager["Evaluator"]):
             return
         self.best = Best(step, metrics[SCORE], self._run_dir.best_model)
         await self._running.stage_model(BEST)
-        self._writing = in_background(lambda: self._write(step, metrics))
+        write = partial(self._write, step, metrics)
+        self._writing = passing(self._running.gate, "evaluation", write)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         folder = self._run_dir.best_model
@@ -169,7 +170,7 @@ class Evaluator(AbstractAsyncContextManager["Evaluator"]):
         if self._writing is None:
             return
         try:
-            await asyncio.wrap_future(self._writing)
+            await asyncio.shield(self._writing)
         except StorageError as error:
             self._note(f"{error}. The model of the best evaluation is not kept")
             self.best = self._run_dir.best()

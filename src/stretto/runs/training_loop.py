@@ -22,6 +22,7 @@ from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.card import write_card
 from stretto.observe.display import TIME_LEFT
+from stretto.observe.flight import FlightRecorder, flight_head
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.observe.spans import Span
@@ -39,6 +40,7 @@ from stretto.tasks.prompts import PromptSource
 from stretto.tasks.task import SHA256
 from stretto.types import Stats
 from stretto.workers.drive import drive
+from stretto.workers.gate import Gate, Script
 
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
 """Called after each step with its number and metrics. Returns ``"stop"``, ``"save"`` or None."""
@@ -58,6 +60,7 @@ def train(
     progress: Progress,
     overrides: Overrides = NO_OVERRIDES,
     on_step: OnStep | None = None,
+    script: Script | None = None,
 ) -> TrainResult:
     """Train a model and save it, also if the run is stopped after a step.
 
@@ -68,6 +71,7 @@ def train(
         resume: continue from its newest checkpoint.
         overrides: objects of the caller in place of names in the settings.
         on_step: see :data:`OnStep`.
+        script: of the run that this one replays.
     """
     with ExitStack() as stack:
         first, state = 0, None
@@ -87,7 +91,10 @@ def train(
             warmup=overrides.warmup or run_dir.warmup.absolute(),
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, progress, overrides, run_dir.path)
+        tape = None
+        if config.observe.flight:
+            tape = FlightRecorder(run_dir.flight_file, flight_head(config, first))
+        running = start(config, stack, progress, overrides, run_dir.path, Gate(tape, script))
         if overrides.warmup and overrides.warmup.exists():
             files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
         run_dir.add_to_machine(thread_scaling=running.workers.thread_scaling)
@@ -324,6 +331,7 @@ class _TrainingLoop:
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
         request = self.on_step(self.done, self.stats)
         self.save_asked = request == "save"
+        self.running.gate.step(self.done, saves=self.save_asked)
         if self.done < self.config.steps:
             early_stop = self.evaluator.exhausted if self.evaluator and eval_metrics else ""
             self.stopped = "on_step returned 'stop'" if request == "stop" else early_stop

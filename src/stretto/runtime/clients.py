@@ -11,19 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from stretto.config import ENVIRONMENT
 from stretto.errors import RankError, TransferError
 from stretto.observe.spans import SWAPS
-from stretto.protocols import Tracer
+from stretto.protocols import Environment, Tracer
 from stretto.runtime.kv_transfer import SAMPLE_BYTES
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.process_messages import Loaded
 from stretto.runtime.role_services import FollowerService, GeneratorService, ScorerService
+from stretto.stateful import from_plain, to_plain
 from stretto.types import (
     Chunk,
     Decoded,
     Hold,
     KVTransfer,
+    Observation,
     Reply,
     Response,
     Score,
@@ -34,6 +38,7 @@ from stretto.types import (
     short_name,
 )
 from stretto.weights.transfer import Meeting, Route, choose_wires
+from stretto.workers.gate import Answer, Gate
 from stretto.workers.services import remote_of
 from stretto.workers.threads import Executor, Method, T, Ts
 
@@ -41,17 +46,33 @@ Load = Callable[[WeightsRef], Awaitable[Reply[Loaded]]]
 
 
 class Client:
-    """Calls the service of a role and traces the work that its replies list."""
+    """Calls the service of a role through a gate, and traces the work that its replies list.
 
-    def __init__(self, role: str, executor: Executor, tracer: Tracer) -> None:
+    ``member`` is unique in the run, ``role`` is the name in traces.
+    """
+
+    _answer: Answer[Any] | None = None
+
+    def __init__(
+        self, member: str, role: str, executor: Executor, tracer: Tracer, gate: Gate | None = None
+    ) -> None:
+        self.member = member
         self._role = role
         self._executor = executor
         self._tracer = tracer
+        self._gate = gate or Gate()
 
     async def _call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> T:
         with self._awaiting(remote_of(method).span):
-            reply = await self._executor.call(method, *args)
-        return self._traced(reply)
+            return await self._passed(method.__name__, lambda: self._executor.call(method, *args))
+
+    async def _passed(self, method: str, call: Callable[[], Awaitable[Reply[T]]]) -> T:
+        """Return the value of a call's reply once it has passed the gate."""
+
+        async def work() -> T:
+            return self._traced(await call())
+
+        return await self._gate.outcome(self.member, method, work, self._answer)
 
     def _awaiting(self, span: str) -> AbstractContextManager[None]:
         return self._tracer.awaiting(self._role, span) if span else nullcontext()
@@ -64,17 +85,22 @@ class Client:
 
 
 class FollowerClient(Client):
-    """A client of a role that may follow a trained model. ``member`` is unique in the run."""
+    """A client of a role that may follow a trained model."""
 
     def __init__(
-        self, member: str, role: str, executor: Executor, tracer: Tracer, load: Load | None
+        self,
+        member: str,
+        role: str,
+        executor: Executor,
+        tracer: Tracer,
+        load: Load | None,
+        gate: Gate | None,
     ) -> None:
-        super().__init__(role, executor, tracer)
-        self.member = member
+        super().__init__(member, role, executor, tracer, gate)
         self._load = load
 
     async def restart(self) -> None:
-        await self._executor.restart()
+        await self._gate.outcome(self.member, "restart", self._executor.restart)
 
     async def load(self, weights: WeightsRef) -> None:
         if self._load is None:
@@ -85,8 +111,7 @@ class FollowerClient(Client):
     async def loaded(self, load: Callable[[], Awaitable[Reply[Loaded]]]) -> None:
         """Await a load, and trace it."""
         with self._awaiting("load"):
-            reply = await load()
-        self._traced(reply)
+            await self._passed("load", load)
 
 
 class GeneratorClient(FollowerClient):
@@ -99,8 +124,9 @@ class GeneratorClient(FollowerClient):
         tracer: Tracer,
         load: Load | None = None,  # called instead of the service's method
         kv_router: KVRouter | None = None,  # if KV caches are sent between processes
+        gate: Gate | None = None,
     ) -> None:
-        super().__init__(name, name, executor, tracer, load)
+        super().__init__(name, name, executor, tracer, load, gate)
         self._kv_router = kv_router
         if kv_router:
             kv_router.add(name, executor)
@@ -124,9 +150,9 @@ class GeneratorClient(FollowerClient):
         if self._kv_router is None:
             await self._call(GeneratorService.accept, responses, transfers)
             return
+        accept = partial(self._kv_router.accept, self.member, responses, transfers)
         with self._awaiting("migrate"):
-            reply = await self._kv_router.accept(self.member, responses, transfers)
-        self._traced(reply)
+            await self._passed("accept", accept)
 
 
 class ScorerClient(FollowerClient):
@@ -140,10 +166,14 @@ class ScorerClient(FollowerClient):
         replica: str = "",  # name of this replica if there are several, unique in a run
         load: Load | None = None,  # called instead of the service's method
         shown: str = "",  # name in traces
+        gate: Gate | None = None,
+        *,
+        repeatable: bool = True,  # whether a replay can compute its scores again
     ) -> None:
         self.info = info
         member = replica or info.name
-        super().__init__(member, short_name(shown or member), executor, tracer, load)
+        super().__init__(member, short_name(shown or member), executor, tracer, load, gate)
+        self._answer = None if repeatable else ScorerAnswer(info)
 
     def _awaiting(self, span: str) -> AbstractContextManager[None]:
         reads = span in ("prefill", "score")
@@ -173,6 +203,75 @@ class LearnerClient(Client):
 
     async def publish(self) -> Mapping[str, WeightsRef]:
         return await self._call(LearnerService.publish)
+
+
+class ScorerAnswer:
+    """Records a reward function's answers: its scores, or nothing for an unchanged ScorerInfo."""
+
+    def __init__(self, info: ScorerInfo) -> None:
+        self._info = info
+
+    def plain(self, value: Any) -> Any:
+        if isinstance(value, ScorerInfo):
+            return None
+        return [{**to_plain(score), "values": score.values.tolist()} for score in value]
+
+    def value(self, plain: Any) -> Any:
+        if plain is None:
+            return self._info
+        return [from_plain(Score, score) for score in plain]
+
+
+class ObservationAnswer:
+    """Records an environment's answer to a response."""
+
+    def __init__(self, response: Response) -> None:
+        self._response = response
+
+    def plain(self, value: Observation) -> Any:
+        prompt = value.prompt and [value.prompt.tokens, value.prompt.text, value.prompt.messages]
+        return {**to_plain(value), "tokens": value.tokens.tolist(), "prompt": prompt}
+
+    def value(self, plain: Any) -> Observation:
+        prompt = None
+        if plain["prompt"] is not None:
+            tokens, text, messages = plain["prompt"]
+            prompt = replace(
+                self._response.prompt,
+                tokens=tuple(tokens),
+                text=text,
+                messages=None if messages is None else tuple(messages),
+            )
+        return from_plain(Observation, plain, prompt=prompt)
+
+
+class NoAnswer:
+    """Records that a call returned ``None``."""
+
+    def plain(self, value: None) -> None:
+        return None
+
+    def value(self, plain: None) -> None:
+        return None
+
+
+class EnvironmentClient:
+    """An environment behind a gate. See :class:`~stretto.protocols.Environment`."""
+
+    def __init__(self, environment: Environment, gate: Gate) -> None:
+        self._environment = environment
+        self._outcome = partial(gate.outcome, ENVIRONMENT)
+
+    async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        work = partial(self._environment.open, response, log)
+        return await self._outcome("open", work, ObservationAnswer(response))
+
+    async def step(self, response: Response) -> Observation:
+        work = partial(self._environment.step, response)
+        return await self._outcome("step", work, ObservationAnswer(response))
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        await self._outcome("release", partial(self._environment.release, rollout_ids), NoAnswer())
 
 
 class KVRouter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,20 @@ from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.errors import RankError, StrettoError, first_line
 from stretto.evaluation import HeldOut, open_held_out
 from stretto.files import FileSum
-from stretto.models.backend import pick_device
+from stretto.models.backend import hardware, pick_device
 from stretto.models.weights import copy_into
-from stretto.observe.spans import Spans
+from stretto.observe.spans import Spans, WorkSpans
 from stretto.protocols import Generator, RealClock
-from stretto.runtime.clients import GeneratorClient, KVRouter, LearnerClient, ScorerClient
+from stretto.runtime.clients import (
+    EnvironmentClient,
+    GeneratorClient,
+    KVRouter,
+    LearnerClient,
+    ScorerClient,
+)
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import RolePlacement
+from stretto.runtime.process_messages import MoveRates
 from stretto.runtime.processes import MemoryWatch, ProcessWorkers
 from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.runtime.state import DRIVER, Staged, copied, write
@@ -41,8 +49,9 @@ from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.types import WeightsRef, short_name
+from stretto.types import Reply, WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
+from stretto.workers.gate import Gate
 from stretto.workers.rank import stacks
 from stretto.workers.threads import (
     CallerThread,
@@ -76,11 +85,19 @@ class Halted(NamedTuple):
     lost: str = ""  # why the state could not be staged
 
 
+class _Links(NamedTuple):
+    """The ways on which outcomes and spans of roles reach the schedule's process."""
+
+    spans: Spans
+    gate: Gate
+
+
 @dataclass(frozen=True)
 class Run:
     """An assembled run. :mod:`stretto.runs` takes its steps."""
 
     overrides: Overrides
+    gate: Gate
     prompts: PromptSource
     workers: Workers
     functions: Sequence[CodeScorer]
@@ -102,7 +119,9 @@ class Run:
     async def stage(self, *, copy: bool = True) -> Staged:
         """Stage the state between two steps, under ``weights_lock``. Copied by default."""
         state = self.driver_state()
-        live, size = (await self.learner.call(LearnerService.stage, copy, state.kept)).value
+        staging = partial(self._on_learner, LearnerService.stage, copy, state.kept)
+        live, size = await self.gate.outcome(LEARNER, "stage", staging)
+        self.gate.flush()
         return self._staged(state, size, live=live)
 
     def driver_state(self) -> DriverState:
@@ -136,6 +155,9 @@ class Run:
         current, pending = self.schedule.fleet.held, self.schedule.pending
         return [*current.values(), *pending.values()] if self.lags else []
 
+    async def _on_learner(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> T:
+        return (await self.learner.call(method, *args)).value
+
     def _aside(self, method: Method[*Ts, T], *args: *Ts) -> list[T]:
         return self.learner.aside_on_all(method, *args, timeout_s=SAVE_S)
 
@@ -160,7 +182,8 @@ class Run:
 
     async def stage_model(self, use: str, *, held: bool = True) -> None:
         ref = self.schedule.fleet.held["actor"] if self.lags and held else None
-        await self.learner.call(LearnerService.stage_model, use, ref)
+        staging = partial(self._on_learner, LearnerService.stage_model, use, ref)
+        await self.gate.outcome(LEARNER, "stage_model", staging)
 
     def save_staged(self, use: str, folder: Path) -> None:
         """Write the staged copy atomically, during training."""
@@ -196,8 +219,12 @@ def start(
     say: Say,
     overrides: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
+    gate: Gate | None = None,
 ) -> Run:
-    """Assemble a run on the configured runtime. Its processes log to ``folder``."""
+    """Assemble a run on the configured runtime. Its processes log to ``folder``. The outcomes of
+    its roles' calls pass ``gate``.
+    """
+    gate = gate or Gate()
     prepare_torch(config.seed, config.threads)
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
@@ -224,12 +251,15 @@ def start(
     stack.callback(sync.close)
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)
-    generators = [_generator(name, executors[name], sync, kv_router, spans) for name in names]
-    replicas = [_function(f, workers, config, say, spans) for f in functions if f not in judges]
+    links = _Links(spans, gate)
+    generators = [_generator(name, executors[name], sync, kv_router, links) for name in names]
+    replicas = [_function(f, workers, config, say, links) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
-        replicas.append(_function(verifier, workers, config, say, spans, held_out=True))
+        replicas.append(_function(verifier, workers, config, say, links, held_out=True))
         functions = [*functions, verifier]
-    replicas += [_replica(p, workers, sync, overrides, say, spans) for p in workers.scorers]
+    replicas += [_replica(p, workers, sync, overrides, say, links) for p in workers.scorers]
+    gate.fact("threads", lambda: {role: each.threads for role, each in executors.items()})
+    gate.fact("device", lambda: hardware(pick_device(config.model.device)))
     if workers.groups:
         with working(say, "syncing the first weights"):
             sync.load_all(workers.ready.refs)
@@ -238,17 +268,17 @@ def start(
         prompts.next,
         generators,
         replicas,
-        LearnerClient(LEARNER, executors[LEARNER], spans),
-        _controls(config, workers, kv_router, judges),
-        RealClock(),
-        spans,
+        LearnerClient(LEARNER, LEARNER, executors[LEARNER], spans, gate),
+        _controls(config, workers, kv_router, judges, gate),
+        gate,
+        WorkSpans(spans) if gate.script else spans,
         workers.ready.refs,
         sync.begin,
-        environment,
+        environment and EnvironmentClient(environment, gate),
     )
     lags = config.schedule.knobs.copies_weights
     return Run(
-        overrides, prompts, workers, functions, sync, memory, lags, schedule, spans, held_out
+        overrides, gate, prompts, workers, functions, sync, memory, lags, schedule, spans, held_out
     )
 
 
@@ -276,25 +306,32 @@ def _controls(
     workers: Workers,
     kv_router: KVRouter | None,
     judges: Sequence[FunctionScorer],
+    gate: Gate,
 ) -> Controls:
     executors, engines = workers.executors, config.rollout.engines
     migrating = holding = None
     if config.schedule.knobs.migrates(engines):
-        migrating = migrating_of(config, *_speeds(engines, executors, kv_router))
+        prefill_rate, copy_rate = gate.fact(
+            "speeds", lambda: _speeds(engines, executors, kv_router)
+        )
+        migrating = migrating_of(config, prefill_rate, copy_rate)
     if bounds_what_waits(config):
-        rates = executors[generator_names(engines)[0]].ask(GeneratorService.rates)
+        generator = executors[generator_names(engines)[0]]
+        rates = MoveRates._make(
+            gate.fact("rates", lambda: generator.ask(GeneratorService.rates))
+        )
         copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)
-    restarts = config.cluster.restarts if workers.groups else 0
+    restarts = gate.fact("restarts", lambda: config.cluster.restarts if workers.groups else 0)
     names = [judge.name for judge in judges]
     return controls_of(config, migrating, holding, restarts=restarts, judges=names)
 
 
 def _generator(
-    name: str, executor: Executor, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
+    name: str, executor: Executor, sync: WeightSync, kv_router: KVRouter | None, links: _Links
 ) -> Generator:
     load = sync.follow(name, executor, "actor")
-    return GeneratorClient(name, executor, spans, load, kv_router)
+    return GeneratorClient(name, executor, links.spans, load, kv_router, links.gate)
 
 
 def _function(
@@ -302,7 +339,7 @@ def _function(
     workers: Workers,
     config: Config,
     say: Say,
-    spans: Spans,
+    links: _Links,
     *,
     held_out: bool = False,
 ) -> ScorerReplica:
@@ -317,7 +354,8 @@ def _function(
         )
     service = ScorerService(function)
     executor = ThreadExecutor(service, thread)
-    return ScorerReplica(ScorerClient(service.info(), executor, spans), held_out=held_out)
+    client = ScorerClient(service.info(), executor, links.spans, gate=links.gate, repeatable=False)
+    return ScorerReplica(client, held_out=held_out)
 
 
 def _replica(
@@ -326,7 +364,7 @@ def _replica(
     sync: WeightSync,
     overrides: Overrides,
     say: Say,
-    spans: Spans,
+    links: _Links,
 ) -> ScorerReplica:
     executor: Executor = workers.executors[placed.role]
     info, notes = executor.ask(ScorerService.ready)
@@ -334,11 +372,13 @@ def _replica(
         say(line)
     load = sync.follow(placed.role, executor, info.follows) if info.follows else None
     if not workers.groups:  # replicas share a model and its name in traces
-        client = ScorerClient(info, executor, spans, placed.role, load, info.name)
+        client = ScorerClient(
+            info, executor, links.spans, placed.role, load, info.name, gate=links.gate
+        )
         return ScorerReplica(client, placed.host)
     if placed.scorer == "reference" and overrides.reference is None:
         executor.ask(ScorerService.require, workers.ready)
-    client = ScorerClient(info, executor, spans, placed.role, load)
+    client = ScorerClient(info, executor, links.spans, placed.role, load, gate=links.gate)
     return ScorerReplica(client, placed.host, short_name(placed.role))
 
 

@@ -21,7 +21,7 @@ from stretto.models.load import save_model
 from stretto.models.lora import trained_names
 from stretto.models.mapped import final_dtype
 from stretto.models.shards import TensorShard, index, shape
-from stretto.models.weights import fingerprint_of_parts
+from stretto.models.weights import bit_sums, fingerprint_of_parts
 from stretto.training.shard_files import Pieces, Stored
 from stretto.training.trained import LearningRate, TrainedModel
 
@@ -108,6 +108,15 @@ class DividedModel(TrainedModel):
         """Return the fingerprint of the weights that are not trained. A collective."""
         trained = self.division.trained
         return self._fingerprint_of({n: p for n, p in self.wholes.items() if n not in trained})
+
+    def sums(self) -> dict[str, int]:
+        """Return :func:`bit_sums` of the full trained parameters. A collective."""
+        bounds, nothing = self.division.own, torch.empty(0, device=self.device)
+        parts = {
+            name: self.shard(name).to(whole.dtype) if name in bounds else nothing
+            for name, whole in self.trained_wholes.items()
+        }
+        return bit_sums(parts, _sum)
 
     def _fingerprint_of(self, wholes: Mapping[str, FullParameter]) -> str:
         bounds, nothing = self.division.own, torch.empty(0, device=self.device)

@@ -173,9 +173,10 @@ class PolicyLearner(Stateful):
             # Fingerprint last: it waits for the device, so the copies are complete too.
             tensors = trained.snapshot() if name in self._snapshots else None
             mark = trained.fingerprint()
-            refs[name] = WeightsRef(name, self._version, mark)
+            sums = trained.sums() if self.config.observe.flight else {}
+            channel = self.channel.name if tensors is not None else ""
+            refs[name] = WeightsRef(name, self._version, mark, channel, sums)
             if tensors is not None:
-                refs[name] = WeightsRef(name, self._version, mark, self.channel.name)
                 self.channel.put(refs[name], tensors)
         return refs
 

@@ -25,7 +25,7 @@ from stretto.models.forward import microbatches, output_head, response_hidden, r
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.shards import TensorShard
-from stretto.models.weights import fingerprint, with_own_structure
+from stretto.models.weights import bit_sums, fingerprint, with_own_structure
 from stretto.training.optimizers import (
     decaying_names,
     load_optimizer_state,
@@ -206,6 +206,10 @@ class WholeModel:
 
     def fingerprint(self) -> str:
         return fingerprint(self.model.named_parameters())
+
+    def sums(self) -> dict[str, int]:
+        """Return :func:`bit_sums` of the trained parameters."""
+        return bit_sums({n: p for n, p in self.model.named_parameters() if p.requires_grad})
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a snapshot's full tensors, on the first rank's CPU. A collective of all ranks."""

@@ -10,6 +10,7 @@ from queue import Queue, SimpleQueue
 from typing import Any, TypeVar
 
 from stretto import signals
+from stretto.workers.gate import GatedLoop
 
 T = TypeVar("T")
 Calls = SimpleQueue[Callable[[], object] | None]
@@ -26,7 +27,7 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=GatedLoop) as runner:
             end = runner.run(_cancellable(work))
         if end is not None:
             raise end from None
@@ -42,7 +43,7 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
         await work
 
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(asyncio.run, main())
+        done = pool.submit(_run, main())
         done.add_done_callback(lambda _: calls.put(None))
         loop, task = started.get()
         try:
@@ -52,6 +53,11 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
         except KeyboardInterrupt:
             loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=GatedLoop) as runner:
+        runner.run(work)
 
 
 async def in_caller(call: Callable[[], T]) -> T:

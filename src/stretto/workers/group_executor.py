@@ -191,6 +191,10 @@ class GroupExecutor:
         facts = self._group.facts
         return [facts[rank] for rank in self._ranks] if facts else ()
 
+    @property
+    def threads(self) -> int:
+        return self.facts[0].threads if self.facts else 0
+
     def ask(self, method: Method[*Ts, T], *args: *Ts) -> T:
         (answer,) = self.ask_jointly([], method, *args)
         return answer

@@ -17,6 +17,7 @@ from stretto.models.cpu_threads import interrupt, set_threads
 from stretto.models.devices import RoleStream
 from stretto.types import Reply
 from stretto.workers.drive import in_caller
+from stretto.workers.gate import RoleCall, current_call
 
 if TYPE_CHECKING:
     from stretto.workers.rank import Facts
@@ -68,9 +69,12 @@ class WorkerThread:
             raise self._failure
         tell = partial(_tell, future)
 
+        role_call = current_call.get()
+
         def work() -> None:
             if future.cancelled():
                 return
+            self._share_cores(role_call)
             try:
                 with self.stream.call():
                     result = call()
@@ -105,15 +109,28 @@ class WorkerThread:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    @property
+    def threads(self) -> int:
+        """CPU threads of a call next to others; 0: torch's choice."""
+        return self._shared
+
+    def _share_cores(self, role_call: RoleCall[Any] | None) -> None:
+        """Set the CPU threads for a call. A replay says how many, because they change sums."""
+        if role_call and role_call.threads:
+            set_threads(role_call.threads)
+        elif self._alone:
+            shares = any(worker.busy for worker in self._beside)
+            threads = self._shared if shares else self._alone
+            torch.set_num_threads(threads)
+            if role_call:
+                role_call.threads = threads
+
     def _work(self, threads: int) -> None:
         if threads:
             set_threads(threads)
         try:
             while (call := self._calls.get()) is not None:
                 self.busy = True
-                if self._alone:
-                    shares = any(worker.busy for worker in self._beside)
-                    torch.set_num_threads(self._shared if shares else self._alone)
                 try:
                     call()
                 finally:
@@ -131,6 +148,7 @@ class CallerThread:
     def __init__(self, worker: WorkerThread) -> None:
         self._worker = worker
         self.stream = worker.stream
+        self.threads = worker.threads
 
     async def run(self, call: Callable[[], T]) -> T:
         """Make a call after all calls that the worker was asked for before; return its result."""
@@ -171,6 +189,10 @@ class Executor(Protocol):
     def facts(self) -> Sequence[Facts]:
         """What each rank that holds the service has found at its place."""
 
+    @property
+    def threads(self) -> int:
+        """CPU threads of the service's work, if they do not depend on other calls."""
+
     async def call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> Reply[T]:
         """Call a method of the service; return its reply, with times by this process's clock.
 
@@ -209,6 +231,10 @@ class ThreadExecutor:
 
     def __init__(self, service: Any, thread: WorkerThread | CallerThread) -> None:
         self.service, self._thread = service, thread
+
+    @property
+    def threads(self) -> int:
+        return self._thread.threads or torch.get_num_threads()
 
     async def call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> Reply[T]:
         return await self._thread.run(lambda: self.ask(method, *args))
