@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 
 from stretto.environments.bridge import Bridge
+from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.tasks.encode import Encoder
 
@@ -76,3 +78,14 @@ def tokenizer_of(family: str, template: str | None = None) -> Any:
 def bridge_of(family: str, *, tools: bool = True) -> Bridge:
     """The bridge of a family, with the tools or without."""
     return Bridge(Encoder(tokenizer_of(family)), TOOLS if tools else ())
+
+
+def chatty(tiny_folder: Path, folder: Path) -> Path:
+    """The tiny model with a chat template, in which its own tokens stand for ChatML's."""
+    shutil.copytree(tiny_folder, folder)
+    tokenizer: Any = load_tokenizer(folder)
+    template = (TEMPLATES / "chatml.jinja").read_text().rstrip("\n")
+    template = template.replace("<|im_start|>", "<bos>").replace("<|im_end|>", "<eos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -46,6 +46,7 @@ __all__ = [
     "label_responses",
     "load_recipe",
     "measure",
+    "replay",
     "report",
     "resume",
     "resume_alignment",

@@ -27,6 +27,7 @@ from stretto.runs.checkpoint import Checkpointer
 from stretto.runtime import state
 from stretto.runtime.run import Run
 from stretto.runtime.state import Staged
+from stretto.workers.gate import EventGate
 
 STEPS = 100
 
@@ -43,6 +44,7 @@ class Fake:
     def __init__(self, live: bool = False) -> None:
         self.schedule = SimpleNamespace(weights_lock=asyncio.Lock())
         self.overrides = NO_OVERRIDES
+        self.gate = EventGate()
         self.spans = Spans(ManualClock())
         self.go_on, self.staged, self.live = threading.Event(), list[bool](), live
         self.raises: Exception | None = None
@@ -81,6 +83,8 @@ class Case:
         self.fake.go_on.set()
         for thread in [t for t in threading.enumerate() if t.name == CHECKPOINT]:
             await asyncio.to_thread(thread.join)
+        for _ in range(10):  # until the end of the write has passed the gate
+            await asyncio.sleep(0)
         self.fake.go_on.clear()
 
     @property

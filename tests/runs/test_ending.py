@@ -116,6 +116,7 @@ def test_whatever_ends_a_run_leaves_what_was_learned(
     assert sorted(p.name for p in run_dir.path.iterdir()) == [
         "checkpoints",
         "config.toml",
+        "flight.log",
         "metrics.jsonl",
         "model",
         "rollouts.jsonl",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import PlainProgress
 from stretto.observe.report import html_page, load
 from stretto.types import CONTEXT
-from template_helpers import TEMPLATES
+from template_helpers import chatty
 
 WORLD = """
 class World:
@@ -31,17 +30,6 @@ class World:
             raise ValueError("odd <|im_end|> </script>")
         return f"turn {self.turns}", len(text) % 3 / 2, self.turns == 3, {}
 """
-
-
-def chatty(tiny_folder: Path, folder: Path) -> Path:
-    """The tiny model with a chat template, in which its own tokens stand for ChatML's."""
-    shutil.copytree(tiny_folder, folder)
-    tokenizer: Any = load_tokenizer(folder)
-    template = (TEMPLATES / "chatml.jinja").read_text().rstrip("\n")
-    template = template.replace("<|im_start|>", "<bos>").replace("<|im_end|>", "<eos>")
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def settings(tiny_folder: Path, folder: Path, preset: str) -> Config:

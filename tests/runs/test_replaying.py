@@ -7,13 +7,20 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
+import torch
 
-from run_helpers import run, settings, weights
+from raising import raises
+from run_helpers import Kill, killed_by_ctrl_c, run, settings, weights, write_rows
+from stretto import runs
 from stretto.config import Config
+from stretto.errors import StateError
 from stretto.observe import RunDirectory
 from stretto.observe.flight import read_flight
 from stretto.observe.progress import NoProgress
 from stretto.runs import replaying
+from stretto.training.learner import PolicyLearner
+from stretto.types import WeightsRef
+from template_helpers import chatty
 
 UNEVEN: dict[str, Any] = {"batch": 4, "max_new_tokens": 24, "stop": tuple(ascii_lowercase)}
 """Any letter ends a response: some end at once, others are long."""
@@ -51,3 +58,95 @@ def test_a_replay_has_the_same_weights(preset: str, tiny_folder: Path, tmp_path:
     config = settings(tiny_folder, steps=4, rollout=rollout, schedule=SCHEDULES[preset])
     recorded, _ = run(config, tmp_path)
     assert_replayed(recorded, replayed(recorded))
+
+
+def test_a_replay_stops_at_a_step(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(tiny_folder, steps=4, rollout=UNEVEN, schedule={"preset": "async"})
+    recorded, _ = run(config, tmp_path)
+    short = replayed(recorded, 2)
+    assert short.last_step() == 2
+    rollouts = [[r for r in x.read_rollouts() if r.step <= 2] for x in (recorded, short)]
+    assert rollouts[0] == rollouts[1]
+
+
+def test_a_bit_that_changes_is_found_at_its_step(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tiny_folder, steps=4, rollout=UNEVEN, schedule={"preset": "async"})
+    recorded, _ = run(config, tmp_path)
+    publish = PolicyLearner.publish
+
+    def planting(learner: PolicyLearner) -> dict[str, WeightsRef]:
+        if learner._version == 2:
+            name, weight = next(iter(learner.trained["actor"].model.named_parameters()))
+            assert name == "model.embed_tokens.weight"
+            weight.data.view(torch.int32).flatten()[5] ^= 1
+        return publish(learner)
+
+    monkeypatch.setattr(PolicyLearner, "publish", planting)
+    with raises(StateError, "replay-differs", "step 3, call") as error:
+        replayed(recorded)
+    assert "'learner publish'" in str(error.value)
+    assert "actor: model.embed_tokens.weight" in str(error.value)
+
+
+@pytest.mark.parametrize("preset", ["oppo", "async"])
+def test_a_run_that_was_resumed_is_replayed_through_its_checkpoint(
+    preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    schedule = {"preset": preset, "overcommit": 2}
+    observe = {"checkpoint_every": 2}
+    config = settings(tiny_folder, steps=4, rollout=UNEVEN, schedule=schedule, observe=observe)
+    recorded = RunDirectory.create(tmp_path, "run", config)
+    with killed_by_ctrl_c():
+        runs.train(config, run_dir=recorded, progress=Kill(3))
+    runs.train(config, run_dir=recorded, resume=True, progress=NoProgress())
+    assert [s.first for s in read_flight(recorded.flight_file)] == [0, 2]
+    assert_replayed(recorded, replayed(recorded))
+
+
+WORLD = """
+import random
+
+class World:
+    def reset(self, **row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        reward = random.SystemRandom().random()
+        return f"turn {reward}", reward, self.turns == 3, {}
+"""
+
+
+@pytest.mark.parametrize("preset", ["sync", "stretto"])
+def test_episodes_are_replayed_with_the_recorded_answers(
+    preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "world.py").write_text(WORLD)
+    rows = write_rows(tmp_path, [{"prompt": f"Say {n}."} for n in range(16)])
+    config = settings(
+        chatty(tiny_folder, tmp_path / "chatty"),
+        steps=3,
+        task={"kind": "dataset", "name": rows, "max_prompt_tokens": 200, "settings": {}},
+        environment={"sources": [f"{tmp_path / 'world.py'}:World"], "max_turns": 4},
+        reward={"sources": ["environment"], "missing_eos": "off"},
+        rollout={"batch": 4, "max_new_tokens": 400, "stop": tuple("eiotan")},
+        schedule={"preset": preset},
+    )
+    recorded, _ = run(config, tmp_path)
+    assert_replayed(recorded, replayed(recorded))
+
+
+def test_an_evaluation_is_replayed(tiny_folder: Path, tmp_path: Path) -> None:
+    observe = {"eval_every": 2, "eval_prompts": 3}
+    config = settings(
+        tiny_folder, steps=4, rollout=UNEVEN, schedule={"preset": "async"}, observe=observe
+    )
+    recorded, _ = run(config, tmp_path)
+    replay = replayed(recorded)
+    assert_replayed(recorded, replay)
+    ours, theirs = recorded.best(), replay.best()
+    assert ours
+    assert theirs
+    assert (ours.step, ours.score) == (theirs.step, theirs.score)

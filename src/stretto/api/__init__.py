@@ -14,6 +14,7 @@ from stretto.api.inference import generate as generate
 from stretto.api.inference import label as label
 from stretto.api.inference import label_responses as label_responses
 from stretto.api.inference import measure as measure
+from stretto.api.replays import replay as replay
 from stretto.api.runs import compare as compare
 from stretto.api.runs import report as report
 from stretto.api.runs import simulate as simulate

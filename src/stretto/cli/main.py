@@ -32,6 +32,7 @@ COMMANDS = {
     "label": "label preferences with a gold reward",
     "recipes": "list the recipes that commands take by name, or print one",
     "compare": "run the same training under several schedules, side by side",
+    "replay": "repeat a recorded run bit for bit, and find what differs",
     "report": "show runs: curves, timelines, utilisation, samples",
     "watch": "show runs as they go on, on a page that is kept up to date",
     "pipeline": "plan one pipeline schedule for actor and critic, and say how good it is",
@@ -42,7 +43,7 @@ COMMANDS = {
 }
 
 MODULES = {
-    **dict.fromkeys(("sft", "reward", "align", "recipes"), "train"),
+    **dict.fromkeys(("sft", "reward", "align", "recipes", "replay"), "train"),
     **dict.fromkeys(("eval", "label"), "evaluate"),
     **dict.fromkeys(("report", "watch"), "compare"),
     "chat": "generate",

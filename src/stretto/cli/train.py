@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -21,7 +21,7 @@ from stretto.cli.options import (
 )
 from stretto.cli.parsing import File, options_of, takes
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.config.sections import Seed
+from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -254,6 +254,28 @@ def _row(name: str, outcome: PolicyOutcome) -> str:
         f"| {m.win_rate.score:.2f} | {outcome.proxy:.2f} | {m.kl.kl:.2f} | {m.kl.perplexity:.2f} "
         f"| {m.mean_tokens:.1f} | {m.ended:.2f} |"
     )
+
+
+def command_replay(
+    run: Annotated[str, arg(metavar="RUN_DIR")],
+    /,
+    to: NonNegativeInt = 0,
+    *,
+    out: str = "",
+    runtime: Literal["", "inline"] = "",
+) -> None:
+    """Repeat a run bit for bit from its flight record, in a new folder. The first outcome that
+    differs is named with its step, its call and its tensor. Environments and reward functions are
+    not asked again: their answers are in the record.
+
+    Args:
+        to: Last step to repeat. 0 repeats all recorded ones.
+        out: Folder for the replay's own folder. Default: that of the run's.
+        runtime: 'inline', or empty for the run's own where inline would divide sums in another way.
+    """
+    from stretto.api.replays import replay
+
+    replay(run, to=to, out=out, runtime=runtime)
 
 
 def command_recipes(recipe: Annotated[tuple[str, ...], arg(metavar="NAME")] = (), /) -> None:

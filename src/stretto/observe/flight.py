@@ -103,6 +103,7 @@ class FlightRecorder:
         self._new_names: list[str] = []
         self._events: list[Event] = []
         self._given_up = False
+        self._saves = 0  # step after which a checkpoint was requested
         self._last = (0, 0)  # index and ticks of the last event on disk
 
     def fact(self, name: str, value: Any) -> None:
@@ -139,9 +140,13 @@ class FlightRecorder:
         """Record that the schedule no longer waits for a call."""
         self._given_up = True
 
-    def step(self, step: int, *, saves: bool) -> None:
+    def step(self, step: int) -> None:
         """Write the events of a step."""
-        self._write({"step": step, "saves": saves})
+        self._write({"step": step})
+
+    def saves(self, step: int) -> None:
+        """Record that the caller requested a checkpoint after a step."""
+        self._saves = step
 
     def flush(self) -> None:
         self._write({})
@@ -165,6 +170,8 @@ class FlightRecorder:
                 content[key] = values
         if self._given_up:
             content["given_up"] = True
+        if self._saves:
+            content["saves"], self._saves = self._saves, 0
         line = b85encode(zlib.compress(json.dumps(content, separators=(",", ":")).encode()))
         files.append(self._file, line + b"\n")
 
@@ -200,14 +207,14 @@ def _add(segment: Segment, content: Mapping[str, Any]) -> None:
     columns = zip(content["name"], indices, ticks, content["sums"], strict=True)
     for i, (name, index, at, sums) in enumerate(columns):
         extras = {key: content.get(key, {}).get(str(i)) for key in ("threads", "answer", "error")}
-        known = {key: value for key, value in extras.items() if value is not None}
-        segment.events.append(Event(segment.names[name], index, at, _words(sums), **known))
+        options = {key: value for key, value in extras.items() if value is not None}
+        segment.events.append(Event(segment.names[name], index, at, _words(sums), **options))
     if content.get("given_up") and segment.given_up is None:
         segment.given_up = len(segment.events)
     if "step" in content:
         segment.ends[content["step"]] = len(segment.events)
-        if content["saves"]:
-            segment.saves.add(content["step"])
+    if "saves" in content:
+        segment.saves.add(content["saves"])
 
 
 def _words(text: str) -> list[int]:

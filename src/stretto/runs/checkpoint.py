@@ -42,7 +42,7 @@ from stretto.protocols import Clock
 from stretto.runtime.run import Run
 from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size
-from stretto.workers.gate import Gate
+from stretto.workers.gate import EventGate
 
 T = TypeVar("T")
 
@@ -219,9 +219,10 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def passing(gate: Gate, name: str, write: Callable[[], T]) -> asyncio.Task[T]:
+def passing(gate: EventGate, name: str, write: Callable[[], T]) -> asyncio.Task[T]:
     """Run ``write`` in the background. Its end passes the gate, as later work depends on it."""
-    work = gate.outcome(name, "write", lambda: asyncio.wrap_future(in_background(write)))
+    writing = in_background(write)
+    work = gate.outcome(name, "write", lambda: asyncio.wrap_future(writing))
     return asyncio.create_task(work)
 
 

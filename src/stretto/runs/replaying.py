@@ -21,7 +21,7 @@ from stretto.errors import StateError, StrettoError
 from stretto.machine import current_start
 from stretto.models.backend import hardware, pick_device
 from stretto.observe import Progress, RunDirectory
-from stretto.observe.flight import Event, Segment, checksums, read_flight
+from stretto.observe.flight import Event, Segment, checksums
 from stretto.observe.run_directory import TrainResult
 from stretto.runs.training_loop import train
 from stretto.types import Stats
@@ -53,13 +53,11 @@ class FlightScript:
 
     def prepare(self, call: RoleCall[Any]) -> asyncio.Future[Any] | None:
         """Check a call against the record. Returns the recorded outcome of calls that code outside
-        of Stretto answered, and of those that failed.
+        of Stretto answered, and of those that failed. Without a recorded one, the former never end.
         """
         event = self._events.get(call.index)
-        if self.coming() is None:
-            return None
         future = asyncio.get_running_loop().create_future()
-        if event is None:  # its outcome had not come when the record ended
+        if event is None or self.coming() is None:
             return future if call.answer else None
         if event.name != call.name:
             raise StateError(
@@ -87,18 +85,19 @@ class FlightScript:
     def passed(self, call: RoleCall[Any]) -> None:
         """Compare an outcome with the record. Raises a StateError if they differ."""
         event = self._segment.events[self.compared]
+        place = self._place(event)
         self.compared += 1
         assert call.work
         if call.answer or event.error or call.work.cancelled() or call.work.exception():
             return
         sums = checksums(call.work.result())
-        parts = [n for (n, ours), theirs in zip(sums.items(), event.sums) if ours != theirs]
-        if len(sums) != len(event.sums):
-            parts = ["the number of its parts"]
-        if parts:
+        pairs = zip(sums.items(), event.sums, strict=False)
+        parts = [name for (name, checksum), expected in pairs if checksum != expected]
+        if parts or len(sums) != len(event.sums):
+            parts = parts or ["the number of its parts"]
             more = f" and {len(parts) - 1} more parts" if len(parts) > 1 else ""
             raise StateError(
-                f"{self._place(event)}, '{event.name}', is the first whose outcome differs from "
+                f"{place}, '{event.name}', is the first whose outcome differs from "
                 f"the run's: {parts[0]}{more}. All outcomes before it are equal",
                 "replay-differs",
             )
@@ -140,7 +139,8 @@ def _end_of(segment: Segment, until: int) -> int:
 def _restored(error: Sequence[str]) -> StrettoError:
     name, code, *arguments = error
     if name == errors.RoleLostError.__name__:
-        return errors.RoleLostError(*arguments[:2], code=code)
+        role, cause = arguments
+        return errors.RoleLostError(role, cause, code)
     kind: type[StrettoError] = getattr(errors, name)
     return kind(arguments[0], code=code)
 
@@ -167,15 +167,15 @@ def legs_of(segments: Sequence[Segment], to: int) -> list[Leg]:
         recorded = f"steps {segments[0].first + 1} to {segments[-1].last}"
         raise StateError(
             f"step {until or to} is not in the record, which has {recorded}; a replay begins with "
-            "step 1. Name a recorded step with --to",
+            "step 1. Name a recorded step with `to`",
             "step-not-recorded",
         )
     for leg in legs:
-        given_up = leg.segment.given_up
-        if given_up is not None and given_up < leg.segment.ends[leg.until]:
+        position = leg.segment.given_up
+        if position is not None and position < leg.segment.ends[leg.until]:
             raise StateError(
                 "a call had no answer within schedule.deadline_s, or a role was cancelled: such a "
-                "run cannot be replayed beyond that; name an earlier step with --to",
+                "run cannot be replayed beyond that; name an earlier step with `to`",
                 "call-given-up",
             )
     return legs[::-1]

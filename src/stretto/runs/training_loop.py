@@ -40,7 +40,7 @@ from stretto.tasks.prompts import PromptSource
 from stretto.tasks.task import SHA256
 from stretto.types import Stats
 from stretto.workers.drive import drive
-from stretto.workers.gate import Gate, Script
+from stretto.workers.gate import EventGate, Script
 
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
 """Called after each step with its number and metrics. Returns ``"stop"``, ``"save"`` or None."""
@@ -91,10 +91,8 @@ def train(
             warmup=overrides.warmup or run_dir.warmup.absolute(),
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        tape = None
-        if config.observe.flight:
-            tape = FlightRecorder(run_dir.flight_file, flight_head(config, first))
-        running = start(config, stack, progress, overrides, run_dir.path, Gate(tape, script))
+        gate = EventGate(_tape(config, run_dir, first), script)
+        running = start(config, stack, progress, overrides, run_dir.path, gate)
         if overrides.warmup and overrides.warmup.exists():
             files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
         run_dir.add_to_machine(thread_scaling=running.workers.thread_scaling)
@@ -125,6 +123,12 @@ def train(
                 f"{config.task.max_prompt_tokens} and left out"
             )
     return TrainResult(loop.done, loop.stats, run_dir.path, loop.stopped)
+
+
+def _tape(config: Config, run_dir: RunDirectory, first: int) -> FlightRecorder | None:
+    if not config.observe.flight:
+        return None
+    return FlightRecorder(run_dir.flight_file, flight_head(config, first))
 
 
 @contextmanager
@@ -298,6 +302,7 @@ class _TrainingLoop:
 
     def _record(self, step: Step) -> None:
         self.done += 1
+        self.running.gate.step(self.done)
         recorder = self.recorder
         spans = self.running.spans
         n_samples = self.config.observe.samples
@@ -331,7 +336,8 @@ class _TrainingLoop:
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
         request = self.on_step(self.done, self.stats)
         self.save_asked = request == "save"
-        self.running.gate.step(self.done, saves=self.save_asked)
+        if self.save_asked:
+            self.running.gate.saves(self.done)
         if self.done < self.config.steps:
             early_stop = self.evaluator.exhausted if self.evaluator and eval_metrics else ""
             self.stopped = "on_step returned 'stop'" if request == "stop" else early_stop

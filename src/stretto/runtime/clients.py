@@ -38,7 +38,7 @@ from stretto.types import (
     short_name,
 )
 from stretto.weights.transfer import Meeting, Route, choose_wires
-from stretto.workers.gate import Answer, Gate
+from stretto.workers.gate import AnswerCodec, EventGate
 from stretto.workers.services import remote_of
 from stretto.workers.threads import Executor, Method, T, Ts
 
@@ -51,16 +51,21 @@ class Client:
     ``member`` is unique in the run, ``role`` is the name in traces.
     """
 
-    _answer: Answer[Any] | None = None
+    _answer: AnswerCodec[Any] | None = None
 
     def __init__(
-        self, member: str, role: str, executor: Executor, tracer: Tracer, gate: Gate | None = None
+        self,
+        member: str,
+        role: str,
+        executor: Executor,
+        tracer: Tracer,
+        gate: EventGate | None = None,
     ) -> None:
         self.member = member
         self._role = role
         self._executor = executor
         self._tracer = tracer
-        self._gate = gate or Gate()
+        self._gate = gate or EventGate()
 
     async def _call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> T:
         with self._awaiting(remote_of(method).span):
@@ -94,7 +99,7 @@ class FollowerClient(Client):
         executor: Executor,
         tracer: Tracer,
         load: Load | None,
-        gate: Gate | None,
+        gate: EventGate | None,
     ) -> None:
         super().__init__(member, role, executor, tracer, gate)
         self._load = load
@@ -124,7 +129,7 @@ class GeneratorClient(FollowerClient):
         tracer: Tracer,
         load: Load | None = None,  # called instead of the service's method
         kv_router: KVRouter | None = None,  # if KV caches are sent between processes
-        gate: Gate | None = None,
+        gate: EventGate | None = None,
     ) -> None:
         super().__init__(name, name, executor, tracer, load, gate)
         self._kv_router = kv_router
@@ -166,7 +171,7 @@ class ScorerClient(FollowerClient):
         replica: str = "",  # name of this replica if there are several, unique in a run
         load: Load | None = None,  # called instead of the service's method
         shown: str = "",  # name in traces
-        gate: Gate | None = None,
+        gate: EventGate | None = None,
         *,
         repeatable: bool = True,  # whether a replay can compute its scores again
     ) -> None:
@@ -258,7 +263,7 @@ class NoAnswer:
 class EnvironmentClient:
     """An environment behind a gate. See :class:`~stretto.protocols.Environment`."""
 
-    def __init__(self, environment: Environment, gate: Gate) -> None:
+    def __init__(self, environment: Environment, gate: EventGate) -> None:
         self._environment = environment
         self._outcome = partial(gate.outcome, ENVIRONMENT)
 

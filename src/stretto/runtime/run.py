@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ from stretto.scoring.streaming import CodeScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Reply, WeightsRef, short_name
 from stretto.weights.transfer import Meeting, open_store
-from stretto.workers.gate import Gate
+from stretto.workers.gate import EventGate
 from stretto.workers.rank import stacks
 from stretto.workers.threads import (
     CallerThread,
@@ -89,7 +89,7 @@ class _Links(NamedTuple):
     """The ways on which outcomes and spans of roles reach the schedule's process."""
 
     spans: Spans
-    gate: Gate
+    gate: EventGate
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Run:
     """An assembled run. :mod:`stretto.runs` takes its steps."""
 
     overrides: Overrides
-    gate: Gate
+    gate: EventGate
     prompts: PromptSource
     workers: Workers
     functions: Sequence[CodeScorer]
@@ -219,12 +219,11 @@ def start(
     say: Say,
     overrides: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
-    gate: Gate | None = None,
+    gate: EventGate | None = None,
 ) -> Run:
     """Assemble a run on the configured runtime. Its processes log to ``folder``. The outcomes of
     its roles' calls pass ``gate``.
     """
-    gate = gate or Gate()
     prepare_torch(config.seed, config.threads)
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
@@ -234,10 +233,7 @@ def start(
     first = look_at_prompts(prompts, config.algorithm, say)
     if "task" in config.reward.sources and (column := prompts.task.found_answers):
         say(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
-    held_out = None
-    if config.observe.eval_every:
-        with working(say, "reading the prompts of evaluations"):
-            held_out = open_held_out(config, overrides, prompts, stack)
+    held_out = _open_held_out(config, overrides, prompts, stack, say)
     workers: Workers
     if config.runtime_kind.has_processes:
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
@@ -246,11 +242,10 @@ def start(
     executors = workers.executors
     spans = Spans(RealClock(), workers.devices, workers.processes)
     meeting = _open_meeting(config, workers.meeting, stack)
-    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
-    sync = WeightSync(executors[LEARNER], meeting, tolerance, spans, say)
-    stack.callback(sync.close)
+    sync = _open_sync(config, workers, meeting, spans, stack, say)
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)
+    gate = gate or EventGate()
     links = _Links(spans, gate)
     generators = [_generator(name, executors[name], sync, kv_router, links) for name in names]
     replicas = [_function(f, workers, config, say, links) for f in functions if f not in judges]
@@ -258,12 +253,9 @@ def start(
         replicas.append(_function(verifier, workers, config, say, links, held_out=True))
         functions = [*functions, verifier]
     replicas += [_replica(p, workers, sync, overrides, say, links) for p in workers.scorers]
-    gate.fact("threads", lambda: {role: each.threads for role, each in executors.items()})
-    gate.fact("device", lambda: hardware(pick_device(config.model.device)))
+    _note_facts(config, executors, gate)
     if workers.groups:
-        with working(say, "syncing the first weights"):
-            sync.load_all(workers.ready.refs)
-    memory = _watch_memory(config, workers, stack)
+        _sync_first(sync, workers, say)
     schedule = Schedule(
         prompts.next,
         generators,
@@ -277,9 +269,44 @@ def start(
         environment and EnvironmentClient(environment, gate),
     )
     lags = config.schedule.knobs.copies_weights
+    memory = _watch_memory(config, workers, stack)
     return Run(
         overrides, gate, prompts, workers, functions, sync, memory, lags, schedule, spans, held_out
     )
+
+
+def _note_facts(config: Config, executors: Mapping[str, Executor], gate: EventGate) -> None:
+    """Note facts on which the bits of results depend."""
+    gate.fact("threads", lambda: {role: executors[role].threads for role in executors})
+    gate.fact("device", lambda: hardware(pick_device(config.model.device)))
+
+
+def _open_held_out(
+    config: Config, overrides: Overrides, prompts: PromptSource, stack: ExitStack, say: Say
+) -> HeldOut | None:
+    if not config.observe.eval_every:
+        return None
+    with working(say, "reading the prompts of evaluations"):
+        return open_held_out(config, overrides, prompts, stack)
+
+
+def _open_sync(
+    config: Config,
+    workers: Workers,
+    meeting: Meeting | None,
+    spans: Spans,
+    stack: ExitStack,
+    say: Say,
+) -> WeightSync:
+    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
+    sync = WeightSync(workers.executors[LEARNER], meeting, tolerance, spans, say)
+    stack.callback(sync.close)
+    return sync
+
+
+def _sync_first(sync: WeightSync, workers: Workers, say: Say) -> None:
+    with working(say, "syncing the first weights"):
+        sync.load_all(workers.ready.refs)
 
 
 def _open_meeting(config: Config, host: str | None, stack: ExitStack) -> Meeting | None:
@@ -306,7 +333,7 @@ def _controls(
     workers: Workers,
     kv_router: KVRouter | None,
     judges: Sequence[FunctionScorer],
-    gate: Gate,
+    gate: EventGate,
 ) -> Controls:
     executors, engines = workers.executors, config.rollout.engines
     migrating = holding = None
@@ -317,8 +344,8 @@ def _controls(
         migrating = migrating_of(config, prefill_rate, copy_rate)
     if bounds_what_waits(config):
         generator = executors[generator_names(engines)[0]]
-        rates = MoveRates._make(
-            gate.fact("rates", lambda: generator.ask(GeneratorService.rates))
+        rates = MoveRates(
+            *gate.fact("rates", lambda: astuple(generator.ask(GeneratorService.rates)))
         )
         copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)

@@ -113,8 +113,8 @@ class DividedModel(TrainedModel):
         """Return :func:`bit_sums` of the full trained parameters. A collective."""
         bounds, nothing = self.division.own, torch.empty(0, device=self.device)
         parts = {
-            name: self.shard(name).to(whole.dtype) if name in bounds else nothing
-            for name, whole in self.trained_wholes.items()
+            name: self.shard(name).to(parameter.dtype) if name in bounds else nothing
+            for name, parameter in self.trained_wholes.items()
         }
         return bit_sums(parts, _sum)
 

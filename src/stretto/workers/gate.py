@@ -1,8 +1,8 @@
 """The gate between a schedule and the calls of its roles: outcomes pass one at a time.
 
 A schedule is a function of its settings, its seeds, and the order and times of its calls' outcomes.
-Work runs in threads and processes and ends at any moment. :class:`Gate` hands the next outcome to
-the schedule only when no callback is ready to run, and only then does its clock advance. So this
+Work runs in threads and processes and ends at any moment. :class:`EventGate` hands the next outcome
+to the schedule only when no callback is ready to run, and only then does its clock advance. So this
 order and these times are all that a record of the run needs (:mod:`stretto.observe.flight`).
 """
 
@@ -54,7 +54,7 @@ class RoleCall(Generic[T]):
     index: int
     role: str
     method: str
-    answer: Answer[T] | None
+    answer: AnswerCodec[T] | None
     delivered: asyncio.Future[T] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -74,7 +74,7 @@ current_call: ContextVar[RoleCall[Any] | None] = ContextVar("current_call", defa
 """The call that a task, or the work that it starts, belongs to."""
 
 
-class Answer(Protocol[T]):
+class AnswerCodec(Protocol[T]):
     """How the outcome of a call is recorded, if code outside of Stretto computes it."""
 
     def plain(self, value: T) -> Any:
@@ -96,8 +96,11 @@ class Tape(Protocol):
     def gave_up(self, call: RoleCall[Any]) -> None:
         """Record that the schedule no longer waits for a call."""
 
-    def step(self, step: int, *, saves: bool) -> None:
-        """Record the end of a step, and whether a checkpoint was requested after it."""
+    def step(self, step: int) -> None:
+        """Record the end of a step."""
+
+    def saves(self, step: int) -> None:
+        """Record that the caller requested a checkpoint after a step."""
 
     def flush(self) -> None:
         """Write everything recorded so far."""
@@ -112,7 +115,9 @@ class Script(Protocol):
         """Return a recorded measurement."""
 
     def prepare(self, call: RoleCall[Any]) -> asyncio.Future[Any] | None:
-        """Check a new call against the record. Returns its outcome if it is not to be computed."""
+        """Check a new call against the record. Returns its outcome if it is not to be computed.
+        Called after the end of the script, too.
+        """
 
     def coming(self) -> tuple[int, int] | None:
         """Return the index of the next call whose outcome passes, and the clock. ``None`` at the
@@ -129,7 +134,7 @@ class Script(Protocol):
         """Compare the end of a step with the record."""
 
 
-class Gate:
+class EventGate:
     """Numbers the calls of a schedule, passes their outcomes one at a time, and is its clock.
 
     - Outcomes pass in the order in which they arrive, or in that of a ``script`` until its end.
@@ -164,7 +169,7 @@ class Gate:
         role: str,
         method: str,
         work: Callable[[], Awaitable[T]],
-        answer: Answer[T] | None = None,
+        answer: AnswerCodec[T] | None = None,
     ) -> T:
         """Return a call's outcome once it has passed. Cancelling this cancels the work.
 
@@ -176,9 +181,9 @@ class Gate:
         if isinstance(loop, GatedLoop):
             loop.on_idle = self._pass_next
         call = RoleCall(next(self._indices), role, method, answer)
-        known = self.script.prepare(call) if self.script else None
+        recorded_outcome = self.script.prepare(call) if self.script else None
         self._open[call.index] = call
-        call.work = known or self._start(call, work)
+        call.work = recorded_outcome or self._start(call, work)
         call.work.add_done_callback(partial(self._arrive, call))
         try:
             return await call.delivered
@@ -193,12 +198,17 @@ class Gate:
         finally:
             del self._open[call.index]
 
-    def step(self, step: int, *, saves: bool = False) -> None:
-        """End a step. ``saves``: a checkpoint was requested after it."""
+    def step(self, step: int) -> None:
+        """End a step."""
         if self.script:
             self.script.step(step)
         if self._tape:
-            self._tape.step(step, saves=saves)
+            self._tape.step(step)
+
+    def saves(self, step: int) -> None:
+        """Note that the caller requested a checkpoint after a step."""
+        if self._tape:
+            self._tape.saves(step)
 
     def flush(self) -> None:
         if self._tape:
@@ -224,24 +234,21 @@ class Gate:
 
     def _pass_next(self) -> None:
         """Let one outcome pass, if the next one has arrived."""
-        if not self.script:
-            if self._arrived:
-                self._pass(self._arrived[0], max(_ticks() + self._ahead, self.ticks))
-            return
-        coming = self.script.coming()
-        if coming is None:
-            self.script = None
-            self._ahead = self.ticks - _ticks()
-            self._pass_next()
-            return
-        index, ticks = coming
+        if self.script and (coming := self.script.coming()):
+            self._pass_scripted(self.script, *coming)
+        elif self._arrived:
+            if self.script and not self._ahead:
+                self._ahead = self.ticks - _ticks()
+            self._pass(self._arrived[0], max(_ticks() + self._ahead, self.ticks))
+
+    def _pass_scripted(self, script: Script, index: int, ticks: int) -> None:
         call = self._open.get(index)
         try:
             if call and call.arrived:
-                self.script.passed(call)
+                script.passed(call)
                 self._pass(call, ticks)
             elif not call and self._open and all(c.arrived for c in self._open.values()):
-                self.script.stuck(list(self._open.values()))
+                script.stuck(list(self._open.values()))
         except StateError as error:
             for waiting in self._arrived:
                 waiting.delivered.set_exception(error)
