@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raising import raises
-from run_helpers import Kill, killed_by_ctrl_c, run, settings, weights, write_rows
+from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings, weights, write_rows
 from stretto import runs
 from stretto.config import Config
 from stretto.errors import StateError
@@ -150,3 +150,35 @@ def test_an_evaluation_is_replayed(tiny_folder: Path, tmp_path: Path) -> None:
     assert ours
     assert theirs
     assert (ours.step, ours.score) == (theirs.step, theirs.score)
+
+
+@pytest.mark.parametrize("preset", SCHEDULES)
+def test_a_run_over_processes_is_replayed_on_threads(
+    preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    engines = 2 if preset in ("rlhfuse", "stretto") else 1
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        steps=3,
+        rollout={**UNEVEN, "engines": engines},
+        schedule=SCHEDULES[preset],
+    )
+    recorded, _ = run(config, tmp_path)
+    assert_replayed(recorded, replayed(recorded))
+
+
+def test_a_lost_role_is_lost_in_the_replay(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        steps=3,
+        rollout=UNEVEN,
+        schedule={"preset": "async", "overcommit": 2},
+    )
+    killer = Killer("generator")
+    recorded, _ = run(config, tmp_path, killer)
+    assert killer.done
+    events = read_flight(recorded.flight_file)[0].events
+    assert any(e.error and e.error[0] == "RoleLostError" for e in events)
+    assert_replayed(recorded, replayed(recorded))

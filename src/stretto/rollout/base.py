@@ -170,6 +170,10 @@ class Engine(ABC):
         self.version = self.prefilled_tokens = self.context_tokens = 0
         self.speculated: dict[str, int] = {}
 
+    @property
+    def rollout_ids(self) -> list[int]:
+        return [*self._held, *self._parked]
+
     def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses, which continue after their tokens. Those of a parked rollout must begin
         with its parked tokens. A response with ``FinishReason.TURN`` is parked.

@@ -66,6 +66,7 @@ class FlightScript:
                 "the runtime of the run",
                 "replay-differs",
             )
+        call.replayed = True
         call.threads = event.threads or self._threads.get(call.role, 0)
         if event.error:
             future.set_exception(_restored(event.error))

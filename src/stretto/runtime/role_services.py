@@ -76,6 +76,10 @@ class FollowerService(Service):
         if isinstance(self.receiver, WeightReceiver):
             self.receiver.abort()
 
+    def forget(self) -> None:
+        """Drop all rollouts, like a new process in place of a lost one."""
+        self.worker.release(self.worker.rollout_ids)
+
     @Remote("load", task="weight sync", own_deadline=True)
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
         with self._timed("load") as timed:

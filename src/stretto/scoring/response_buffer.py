@@ -28,6 +28,10 @@ class ResponseScorer:
         self._responses: dict[int, Response] = {}
         self._buffers: dict[int, IntArray] = {}  # tokens, with spare capacity
 
+    @property
+    def rollout_ids(self) -> list[int]:
+        return [*self._responses]
+
     def admit(self, responses: Sequence[Response]) -> None:
         for r in responses:
             self._responses[r.id], self._buffers[r.id] = r, r.tokens

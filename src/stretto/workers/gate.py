@@ -49,6 +49,7 @@ class RoleCall(Generic[T]):
         answer: how the outcome is recorded, if it cannot be computed again.
         delivered: the outcome that the schedule waits for.
         work: the outcome that has arrived, or will.
+        replayed: whether it repeats a call of a recorded run.
     """
 
     index: int
@@ -60,6 +61,7 @@ class RoleCall(Generic[T]):
     )
     work: asyncio.Future[T] | None = None
     threads: int = 0
+    replayed: bool = False
 
     @property
     def name(self) -> str:

@@ -257,6 +257,10 @@ class ThreadExecutor:
         return [self.ask(method, *args)]
 
     async def restart(self) -> None:
+        role_call = current_call.get()
+        if role_call and role_call.replayed:  # of a run whose roles had processes
+            await self._thread.run(self.service.forget)
+            return
         raise LifecycleError(
             "only a role with a process of its own can be replaced, and this one works on a thread "
             "of the run's process; start the run again"
