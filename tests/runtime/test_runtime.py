@@ -112,7 +112,7 @@ def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path
     config = settings(tiny_folder, steps=3, reward={"missing_eos": "off"})
     run_dir, result = run(config, tmp_path)
     names = {p.name for p in run_dir.path.iterdir()}
-    records = {"metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "trace.json"}
+    records = {"metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "trace.json", "flight.log"}
     assert names == records | {"config.toml", "checkpoints", "model"}
     assert recipes.load(run_dir.path) == config
 

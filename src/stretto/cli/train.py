@@ -271,7 +271,7 @@ def command_replay(
     Args:
         to: Last step to repeat. 0 repeats all recorded ones.
         out: Folder for the replay's own folder. Default: that of the run's.
-        runtime: 'inline', or empty for the run's own where inline would divide sums in another way.
+        runtime: 'inline', or empty for the run's own if inline would divide sums in another way.
     """
     from stretto.api.replays import replay
 
