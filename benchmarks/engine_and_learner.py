@@ -1,16 +1,22 @@
 """How far engine and learner are apart: with the same weights, and one version behind.
 
     python benchmarks/engine_and_learner.py --dtype bfloat16 --steps 3
+    python benchmarks/engine_and_learner.py --dtype bfloat16 --steps 8 --match
 
 Each step is generated, scored and trained on as by the plain schedule. The engine's log-probs of
-the sampled tokens are compared with the learner's before its update, and after it.
+the sampled tokens are compared with the learner's before its update, and after it. With --match a
+second run alternates with the first, with training.match_engine, and both are timed. The first step
+of each warms up.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,15 +42,18 @@ def scorers(run: Run) -> list[Any]:
     return [*run.functions, *(worker(run, place.role) for place in run.workers.scorers)]
 
 
-def scored(run: Run, batch: int, first: int) -> list[Rollout]:
+def scored(run: Run, batch: int, first: int) -> tuple[list[Rollout], float]:
+    """A batch of scored rollouts, and the seconds of decoding it."""
     rollouts = [Rollout(first + i, run.prompts.next(), first + i) for i in range(batch)]
     by_id = {r.id: r for r in rollouts}
+    start_s = time.perf_counter()
     list(completed(worker(run, "generator"), rollouts, 100))
+    decode_s = time.perf_counter() - start_s
     for scorer in scorers(run):
         scorer.admit([r.response(text=True) for r in rollouts])
         for score in scorer.finish(list(by_id)):
             by_id[score.rollout_id].scores[scorer.info.name] = score
-    return rollouts
+    return rollouts, decode_s
 
 
 @torch.no_grad()
@@ -61,34 +70,64 @@ def rms(differences: Tensor) -> float:
     return differences.square().mean().sqrt().item()
 
 
-def measure(config: Config) -> None:
-    with ExitStack() as stack:
-        run = start(config, stack, print)
+class Steps:
+    """The steps of one run, with seconds of decoding and of updates per response token."""
+
+    def __init__(self, run: Run, config: Config) -> None:
+        self.run = run
+        self.config = config
+        self.count = 0
+        self.decode_s: list[float] = []
+        self.update_s: list[float] = []
+
+    def step(self) -> None:
+        run, temperature = self.run, self.config.rollout.temperature
         engine, learner = worker(run, "generator"), worker(run, "learner")
-        size, clip = config.rollout.batch, config.algorithm.clip
+        size, clip = self.config.rollout.batch, self.config.algorithm.clip
+        rollouts, decode_s = scored(run, size, self.count * size)
+        engines = torch.tensor([x for r in rollouts for x in r.logprobs])
+        before = logprobs(run, rollouts, temperature)
+        start_s = time.perf_counter()
+        learner.train(train_batch(rollouts))
+        update_s = time.perf_counter() - start_s
+        after = logprobs(run, rollouts, temperature)
+        new = learner.publish()
+        engine.load(new["actor"])
+        for scorer in scorers(run):
+            if scorer.info.follows:
+                scorer.load(new[scorer.info.follows])
+        ratios = (before - engines).exp()
+        beyond = ((ratios - 1).abs() > clip).double().mean().item()
+        self.count += 1
+        self.decode_s.append(decode_s / len(engines))
+        self.update_s.append(update_s / len(engines))
+        matches = "yes" if self.config.training.match_engine else "no"
         print(
-            "| step | tokens | apart, same weights | ratios | clipped | apart, a version behind |"
+            f"| {self.count} | {matches} | {len(engines)} | {rms(before - engines):.2g} | "
+            f"{ratios.min():.5f} to {ratios.max():.5f} | {beyond:.1%} | "
+            f"{rms(after - engines):.2g} | {decode_s:.2f} | {update_s:.2f} |",
+            flush=True,
         )
-        print("|---|---|---|---|---|---|")
-        for step in range(config.steps):
-            rollouts = scored(run, size, step * size)
-            engines = torch.tensor([x for r in rollouts for x in r.logprobs])
-            before = logprobs(run, rollouts, config.rollout.temperature)
-            learner.train(train_batch(rollouts))
-            after = logprobs(run, rollouts, config.rollout.temperature)
-            new = learner.publish()
-            engine.load(new["actor"])
-            for scorer in scorers(run):
-                if scorer.info.follows:
-                    scorer.load(new[scorer.info.follows])
-            ratios = (before - engines).exp()
-            beyond = ((ratios - 1).abs() > clip).double().mean().item()
-            print(
-                f"| {step + 1} | {len(engines)} | {rms(before - engines):.2g} | "
-                f"{ratios.min():.5f} to {ratios.max():.5f} | {beyond:.1%} | "
-                f"{rms(after - engines):.2g} |",
-                flush=True,
-            )
+
+
+def measure(configs: Sequence[Config]) -> None:
+    with ExitStack() as stack:
+        runs = [Steps(start(config, stack, print), config) for config in configs]
+        print(f"load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
+        print(
+            "| step | match_engine | tokens | apart, same weights | ratios | clipped "
+            "| apart, a version behind | decode s | update s |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        for _ in range(configs[0].steps):
+            for run in runs:
+                run.step()
+        if len(runs) > 1:
+            plain, matched = runs
+            decode = median(matched.decode_s[1:]) / median(plain.decode_s[1:])
+            update = median(matched.update_s[1:]) / median(plain.update_s[1:])
+            print(f"match_engine costs {decode:.2f}x in decoding, {update:.2f}x in updates")
+            print(f"load {os.getloadavg()[0]:.1f}")
 
 
 def main() -> None:
@@ -96,14 +135,18 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="arithmetic")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--match", action="store_true", help="compare with training.match_engine")
     parser.add_argument("--warmup-examples", type=int, help="in place of the recipe's")
-    given = parse(parser, {"recipe": "tiny", "warmup_examples": 32, "steps": 1})
+    given = parse(parser, {"recipe": "tiny", "warmup_examples": 32, "steps": 2, "match": True})
     data = recipes.load(given.recipe).model_dump()
     data["steps"] = given.steps
     data["model"]["dtype"] = given.dtype
     if given.warmup_examples is not None:
         data["warmup_examples"] = given.warmup_examples
-    measure(Config.model_validate(data))
+    configs = [Config.model_validate(data)]
+    if given.match:
+        configs.append(configs[0].changed_in("training", match_engine=True))
+    measure(configs)
 
 
 if __name__ == "__main__":

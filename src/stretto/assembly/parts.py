@@ -195,7 +195,9 @@ def warmed_up(
             "seed": config.seed,
             "examples": number,
             "lr": config.warmup_lr,
-            "training": config.training.model_dump(mode="json", exclude={"ratio_tolerance"}),
+            "training": config.training.model_dump(
+                mode="json", exclude={"ratio_tolerance", "match_engine"}
+            ),
         }
         key = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
     if file and file.exists():

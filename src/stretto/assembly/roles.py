@@ -30,11 +30,12 @@ from stretto.config.training_config import token_budget
 from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
-from stretto.models.forward import positions, text_config, unwrapped
+from stretto.models.forward import backbone, positions, text_config, unwrapped
 from stretto.models.layer_shards import GatheredPasses, Grid
 from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_tensors
 from stretto.models.resolve import adapter_base, resolve
+from stretto.models.row_products import use_row_products
 from stretto.models.shards import peers_of
 from stretto.models.weights import fingerprint_of
 from stretto.pipelines.executor.stages import Name
@@ -139,6 +140,7 @@ class RoleFactory:
         # An evaluation runs between a weight sync and the round.
         synced = channel is not None and not (lags or moves or config.observe.eval_every)
         first = SharedChannel() if able.own_weights and channel is None else None
+        self._match(actor)
         draft = None
         if r.speculative_model and not able.own_weights:
             draft = load_draft(config.model, r.speculative_model, tokenizer, silent)
@@ -180,6 +182,11 @@ class RoleFactory:
             first.put(ref, trained_tensors(actor))
             engine.load(ref)
         return engine
+
+    def _match(self, actor: nn.Module) -> None:
+        """Let engine and learner compute the same sums, if configured."""
+        if self.config.training.match_engine:
+            use_row_products(unwrapped(actor), backbone(actor))
 
     def scorer_slots(
         self, model: nn.Module, name: str = "", gathered: GatheredPasses | None = None
@@ -402,6 +409,7 @@ class RoleFactory:
         }
         losses = Losses(config.algorithm, config.rollout.temperature)
         backend = backend_of(pick_device(config.model.device))
+        self._match(actor)
         for model in filter(None, (actor, critic)):
             if config.model.use_liger_kernel:
                 backend.use_liger_kernel(model)

@@ -19,6 +19,7 @@ class Capabilities:
             its slots.
         moves_cache: can pass a rollout's KV cache to another engine of its kind.
         interruptible: can stop after any token, and continue later.
+        matches_learner: can compute log-probs equal to the learner's to the bit.
         logprobs: ``sampled``: of the distribution that tokens are sampled from, with temperature
             and truncation; ``raw``: of the model's own.
     """
@@ -35,6 +36,7 @@ class Capabilities:
     sleep_argument: str = ""  # lets it free memory between rounds
     moves_cache: bool = False
     interruptible: bool = True
+    matches_learner: bool = False
     logprobs: Literal["sampled", "raw"] = "sampled"
 
     @property
@@ -56,6 +58,7 @@ ENGINES: Mapping[EngineName, Capabilities] = {
             "from texts of the same prompt)."
         ),
         moves_cache=True,
+        matches_learner=True,
     ),
     "vllm": Capabilities(
         title="vLLM",

@@ -229,6 +229,8 @@ class Config(Section):
         self._learner_rules(broken)
         self._process_rules(broken)
         self._engine_rules(broken)
+        if self.training.match_engine:
+            self._match_rules(broken)
         if not self.algorithm.is_outside:
             self.algorithm_rules(broken)
 
@@ -267,6 +269,33 @@ class Config(Section):
         broken["4bit-in-parts"] = (self.model.load_in_4bit and cut) and (
             "model.load_in_4bit = true is for models that are whole on one device; leave it out, "
             "or leave out ranks, offload and pipeline.ranks"
+        )
+
+    def _match_rules(self, broken: Rules) -> None:
+        """Check that nothing computes in another way than the row products of one process."""
+        model, engine = self.model, self.rollout.engine
+        broken["match-other-engine"] = not self.rollout.capabilities.matches_learner and (
+            f"training.match_engine = true takes an engine that computes as the learner does, and "
+            f"rollout.engine = '{engine}' does not; set rollout.engine = 'torch', or leave "
+            "match_engine out"
+        )
+        processes = self.cluster.processes
+        parts = any(p.offload or (p.ranks > 1 and LEARNER in p.roles) for p in processes)
+        sliced = any(layout.per_copy.ranks > 1 for layout in self.generator_layouts)
+        broken["match-in-parts"] = (parts or sliced or self.pipeline.ranks) and (
+            "training.match_engine = true is for engines and a learner that each are whole in one "
+            "process; leave it out, or leave out ranks, offload and pipeline.ranks"
+        )
+        kernels = {
+            "model.load_in_4bit": model.load_in_4bit,
+            "model.use_liger_kernel": model.use_liger_kernel,
+            "model.torch_compile": model.torch_compile,
+            "model.lora_kind = 'dora'": model.lora_rank and model.lora_kind == "dora",
+        }
+        other = next((name for name, on in kernels.items() if on), "")
+        broken["match-other-kernels"] = other and (
+            f"training.match_engine = true computes with kernels of its own, and {other} "
+            "brings others; leave one of them out"
         )
 
     def _process_rules(self, broken: Rules) -> None:

@@ -80,6 +80,11 @@ class TrainingConfig(OptimizerConfig):
     of the same weights. 0 measures the effect of rounding at the start, and allows twice that
     (docs/ppo.md)."""
 
+    match_engine: bool = False
+    """Compute log-probs of engine and learner by the same sums, with equal bits on responses of the
+    same weights (docs/ppo.md). For Stretto's engine, whole models in one process each, and dense
+    decoders. Slower."""
+
     @property
     def updates(self) -> int:
         return self.epochs * self.minibatches

@@ -81,12 +81,13 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, short_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     AttentionInterface.register(PACKED, _packed)  # without masks, for which the host would wait
 
 
-def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Any) -> bool:
+def is_plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Any) -> bool:
+    """Return whether attention is causal, without dropout, soft caps or biases."""
     return (
         query.shape[3] == key.shape[3] == value.shape[3]
         and getattr(module, "is_causal", False)
@@ -95,7 +96,7 @@ def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options
     )
 
 
-def _attention(
+def short_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -104,6 +105,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Attend by plain products if they are faster, otherwise as transformers does."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     max_length = LONGEST.get(query.dtype, 0) if query.device.type == "cpu" else 0
@@ -113,7 +115,7 @@ def _attention(
         and attention_mask.shape[1] == 1  # for all heads
         and not torch.is_grad_enabled()
     )
-    if not (is_short_causal or is_masked) or not _plain(module, query, key, value, kwargs):
+    if not (is_short_causal or is_masked) or not is_plain(module, query, key, value, kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
@@ -153,7 +155,7 @@ def _packed(
     """
     if attention_mask is not None or kwargs.get("s_aux") is not None:
         raise ValueError("attention over sequences laid end to end knows no masks and no sinks")
-    if not _plain(module, query, key, value, kwargs):
+    if not is_plain(module, query, key, value, kwargs):
         raise ValueError("attention over sequences laid end to end is plain and causal")
     if (ends := cu_seq_lens_q) is None:
         max_length_q = query.shape[2]

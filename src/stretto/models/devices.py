@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any
 
@@ -22,6 +22,7 @@ from stretto.errors import ConfigError, ModelError, require
 from stretto.models.attention import use_packed_attention, use_short_attention
 from stretto.models.forward import decoder_layers, unwrapped
 from stretto.models.mapped import final_dtype
+from stretto.models.row_products import RowLinear, linear, pack, packed_linear
 
 Outputs = tuple[Tensor, ...]
 
@@ -381,7 +382,7 @@ class PackedLinears(ReplacedForwards):
             for module in modules
             for layer in module.modules()
             if supported
-            and type(layer) is nn.Linear
+            and type(layer) in (nn.Linear, RowLinear)
             and layer.weight.dtype == torch.bfloat16
             and layer.weight.device.type == "cpu"
         ]
@@ -404,13 +405,14 @@ def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight = layer.weight
     bias = layer.bias
     width = layer.in_features
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MOST_ROWS)
+    packed = pack(weight, MOST_ROWS)
+    if isinstance(layer, RowLinear):
+        return partial(linear, weight=weight, bias=bias, packed=packed)
 
     def forward(x: Tensor) -> Tensor:
         if x.numel() > MOST_ROWS * width:
             return F.linear(x, weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return out
+        return packed_linear(x, packed, bias)
 
     return forward
 

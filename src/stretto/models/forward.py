@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from stretto.errors import ModelError
 from stretto.models.attention import PACKED, unpacked
 from stretto.models.logits import OutputHead
+from stretto.models.row_products import RowLinear
 from stretto.types import Response, sampled_of
 
 
@@ -94,7 +95,8 @@ def output_head(model: nn.Module) -> OutputHead:
             "leave it out, or use 'all-linear'",
             "adapter-on-head",
         )
-    plain = OutputHead(linear.weight, getattr(linear, "bias", None))
+    bias = getattr(linear, "bias", None)
+    plain = OutputHead(linear.weight, bias, by_rows=isinstance(linear, RowLinear))
     head = replace(
         plain,
         scale=float(getattr(config, "logit_scale", None) or 1.0)

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stretto.models import row_products
+
 SLICE_BYTES = {"cpu": 8 << 20}
 """Bytes of a slice of float32 logits: fits into a CPU's cache. Elsewhere 256 MiB."""
 
 MIN_SLICE = 1024
 """Minimum width of a slice, because narrower matrix products are slow."""
+
+SUM_BLOCK = 256
+"""Vocabulary entries per block of :func:`block_sums`."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +36,20 @@ class OutputHead:
         weight, bias: [V, H] and [V], if any.
         scale: factor on the logits (Cohere's logit_scale, the inverse of Granite's logits_scaling).
         softcap: logits become cap * tanh(logits / cap) (Gemma 2). 0 is off.
+        by_rows: whether logits of a token have the same bits whatever tokens are computed with it
+            (:mod:`stretto.models.row_products`), and log-probabilities the engine's.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float = 0.0
+    by_rows: bool = False
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return logits of vocabulary entries ``start:stop``: [..., H] -> [..., C]."""
+        if self.by_rows and (start, stop) == (0, None):
+            return self.finish(row_products.linear(hidden, self.weight, self.bias))
         bias = None if self.bias is None else self.bias[start:stop]
         return self.finish(F.linear(hidden, self.weight[start:stop], bias))
 
@@ -70,6 +80,44 @@ def _slices(tokens: int, vocabulary: int, device: str) -> list[tuple[int, int]]:
     return [(a, min(a + width, vocabulary)) for a in range(0, vocabulary, width)]
 
 
+def block_sums(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return blocks [n, V / 256, 256] of weights [n, V], and running sums of them in float64, of
+    which the last ones are the totals.
+    """
+    if padding := -weights.shape[1] % SUM_BLOCK:
+        weights = F.pad(weights, (0, padding))
+    blocks = weights.view(len(weights), -1, SUM_BLOCK)
+    return blocks, blocks.sum(-1).double().cumsum(-1)
+
+
+def logprobs_of_weights(weights: Tensor, totals: Tensor, tokens: Tensor) -> Tensor:
+    """Return log-probs [n] of tokens from unnormalized probabilities [n, V] and their totals."""
+    return weights.gather(1, tokens[:, None])[:, 0].log() - totals.log().float()
+
+
+def _sampled_logprobs(
+    head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, log-sum-exps and entropies [N], in the same operations as the engine's
+    sampler, so that log-probs are equal to the bit.
+    """
+    results = []
+    rows = max(SLICE_BYTES["cpu"] // (4 * len(head.weight)), row_products.CANONICAL)
+    for states, tokens in zip(hidden.split(rows), targets.split(rows), strict=True):
+        shifted = head.logits(states)
+        if temperature != 1:
+            shifted.div_(temperature)
+        top = shifted.amax(-1, keepdim=True)
+        weights = shifted.sub_(top).exp()
+        totals = block_sums(weights)[1][:, -1]
+        logprobs = logprobs_of_weights(weights, totals, tokens)
+        log_totals = totals.log().float()
+        means = weights.mul_(shifted).sum(-1) / totals.float()
+        results.append((logprobs, top[:, 0] + log_totals, log_totals - means))
+    logprobs, lse, entropy = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return logprobs, lse, entropy
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """See :func:`token_logprobs`. With s the scaled logits, p = softmax(s), L = logsumexp(s):
 
@@ -87,6 +135,12 @@ class _TokenLogprobs(torch.autograd.Function):
         head: OutputHead,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # tells missing gradients from zeros without the host
+        ctx.head, ctx.temperature = head, temperature
+        if head.by_rows and len(hidden):
+            logprobs, lse, entropy = _sampled_logprobs(head, hidden, targets, temperature)
+            ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+            return logprobs, entropy
         n, vocabulary = hidden.shape[0], weight.shape[0]
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         top = torch.full((n,), -torch.inf, dtype=dtype, device=hidden.device)
@@ -111,9 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_total = total.log()
         lse = top + log_total
         entropy = log_total - weighted / total
-        ctx.set_materialize_grads(False)  # tells missing gradients from zeros without the host
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.head, ctx.temperature = head, temperature
         return target_logits - log_total, entropy
 
     @staticmethod

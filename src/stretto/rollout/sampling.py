@@ -14,11 +14,13 @@ import math
 import torch
 from torch import Tensor
 
+from stretto.models.logits import SUM_BLOCK, block_sums, logprobs_of_weights
+
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-BLOCK = 256
+BLOCK = SUM_BLOCK
 """Vocabulary entries per block of the two-level search."""
 
 
@@ -86,8 +88,7 @@ def sample(
         logits = truncate(logits, top_k, top_p)
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()  # in place: new pages cost more
     tokens, total = _invert(weights, u)
-    token_weights = weights.gather(1, tokens[:, None])[:, 0]
-    return tokens, token_weights.log() - total.log().float()
+    return tokens, logprobs_of_weights(weights, total, tokens)
 
 
 def top_logprobs(
@@ -109,11 +110,7 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     Also returns the totals. Searches the sums of blocks, then one block, so that no running sum of
     V terms is stored.
     """
-    n, vocabulary = weights.shape
-    if vocabulary % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, -vocabulary % BLOCK))
-    blocks = weights.view(n, -1, BLOCK)
-    ends = blocks.sum(-1).double().cumsum(-1)
+    blocks, ends = block_sums(weights)
     total = ends[:, -1]
     block, rest = _first_above(ends, u * total)
     inner = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)

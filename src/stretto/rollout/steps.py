@@ -67,6 +67,7 @@ class ModelPass(CachedPass):
 
     def logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
         """Return logits [n, q, V] after tokens [n, q] of slots 0..n."""
+        read = self.reach(read)
         self.cache.aim(slice(0, len(ids)), positions, read)
         # The model has no scratch position.
         at = positions.masked_fill(positions == self.cache.capacity, 0)

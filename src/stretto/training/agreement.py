@@ -48,13 +48,14 @@ class Agreement(Stateful):
     The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
     rounding. From then on the tolerance is :data:`FACTOR` times that plus a floor. For n tokens it
     is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes. A
-    ``given`` tolerance above 0 replaces all of this.
+    ``given`` tolerance above 0 replaces all of this. ``exact`` refuses any difference.
     """
 
     saved = ("_squares", "_tokens")
 
-    def __init__(self, dtype: torch.dtype, given: float) -> None:
+    def __init__(self, dtype: torch.dtype, given: float, *, exact: bool = False) -> None:
         self._given, self._coarse = given, is_coarse(dtype)
+        self._exact = exact
         self._squares, self._tokens = 0.0, 0.0
 
     @property
@@ -78,6 +79,16 @@ class Agreement(Stateful):
             return
         squares, tokens = metrics.sums[SQUARES].item(), metrics.sums[TOKENS].item()
         rms = math.sqrt(squares / tokens)
+        if self._exact:
+            if squares:
+                raise LearnerError(
+                    "training.match_engine = true, and the log-probs of engine and learner differ "
+                    f"by {rms:.4g} (root mean square of {tokens:.0f} tokens): they ran on "
+                    "different CPUs or GPUs, or on a kernel that rounds by the number of rows. "
+                    "Leave match_engine out, and please report it",
+                    "policies-not-equal",
+                )
+            return
         allowed = self._given or self.tolerance * math.sqrt(1 + OUTLIER**2 / tokens)
         if not rms <= allowed:
             start = "" if self._measured is None else f"at the start it was {self._measured:.4g}; "

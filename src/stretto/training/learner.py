@@ -84,8 +84,9 @@ class PolicyLearner(Stateful):
         self._reward_weights = reward_weights
         a = config.algorithm
         self._kl = AdaptiveKL(a.beta, a.kl_target, a.kl_horizon)
-        self._agreement = Agreement(actor.dtype, config.training.ratio_tolerance)
-        self._coarse = is_coarse(actor.dtype)
+        exact, tolerance = config.training.match_engine, config.training.ratio_tolerance
+        self._agreement = Agreement(actor.dtype, tolerance, exact=exact)
+        self._coarse = is_coarse(actor.dtype) and not exact
         self._version = 0
         self._steps = 0
         self._moved = False
