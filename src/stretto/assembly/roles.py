@@ -351,12 +351,16 @@ class RoleFactory:
     def teachers(
         self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
     ) -> dict[str, nn.Module]:
-        """Load the teachers, by the names of their scorers."""
-        m, in_files = self.config.model, overrides.in_files
-        return {
-            name: load_teacher(m, path, tokenizer, self._say, in_files=in_files)
-            for name, path in self.config.algorithm.teacher_models.items()
-        }
+        """Load all teachers, by the names of their scorers."""
+        names = self.config.algorithm.teacher_models
+        return {name: self.load_teacher(name, tokenizer, overrides) for name in names}
+
+    def load_teacher(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
+    ) -> nn.Module:
+        path = self.config.algorithm.teacher_models[name]
+        in_files = overrides.in_files
+        return load_teacher(self.config.model, path, tokenizer, self._say, in_files=in_files)
 
     def model_scorers(
         self,

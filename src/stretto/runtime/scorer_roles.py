@@ -141,7 +141,7 @@ def teacher(setup: RoleSetup, name: str) -> ScorerService:
     factory, loading_setup = RoleFactory(config, notes.append), setup.for_loading()
     tokenizer = open_prompts(config, setup.overrides, silent).tokenizer
     loading = RoleFactory(loading_setup.config, notes.append)
-    model = loading.teachers(tokenizer, loading_setup.overrides)[name]
+    model = loading.load_teacher(name, tokenizer, loading_setup.overrides)
     gathered = _divided(model, setup, setup.layout, name, notes)
     scorer = factory.teacher_scorer(name, model, gathered)
     offloaded = None if gathered else setup.offloaded(name, scorer.model.parameters)
