@@ -26,7 +26,7 @@ from stretto.machine import Machine, usable_cores
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import WEIGHT_SYNC, Span, Spans
 from stretto.planner.calibration import calibrate, undisturbed
-from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
+from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording, _call_work_s
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -348,6 +348,45 @@ def test_a_run_of_episodes_predicts_itself(preset: Any) -> None:
     limited = replayed.workload.model_copy(update={"max_new_tokens": 100})
     again = simulate(replayed.model_copy(update={"workload": limited}))
     assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("cpu_s", "work_s"), [(1.2, 0.5), (0.7, 0.0)])
+def test_an_environment_works_if_the_driver_is_busy_with_its_calls(
+    cpu_s: float, work_s: float
+) -> None:
+    """Calls are open for two seconds. The driver's other work takes 0.3 s, so that 0.9 s or 0.4 s
+    are for the calls, of which there are four."""
+    spans = [
+        Span("environment", "open", 0.0, 1.5, {}),
+        Span("environment", "step", 1.0, 2.0, {}),
+        Span("driver", "driver/fill", 0.0, 0.3, {"items": 4}),
+    ]
+    assert _call_work_s(spans, cpu_s, 4) == pytest.approx(work_s)
+
+
+def test_calls_that_work_take_turns_on_the_cores() -> None:
+    """Four episodes of a token a turn open and are answered in 0.5 s each, one after the other: 2 s
+    and 2 s, between which a decode step takes 0.1 s."""
+    config = settings(environment=EnvironmentConfig(sources=("tools.py:add",)))
+    described = crowded(config)
+    episodes = SimEpisodes(recorded=(((1, 0.0, 0),),), work_s=0.5)
+    generator = described.generators[0]
+    decode = GeneratorCost(decode=DecodeCost(step_s=0.1))
+    cluster = described.model_copy(
+        update={
+            "driver": {},
+            "call_s": 0.0,
+            "generators": (generator.model_copy(update={"cost": decode}),),
+            "workload": described.workload.model_copy(
+                update={"batch": 4, "steps": 1, "episodes": episodes}
+            ),
+        }
+    )
+    calls = [s for s in simulate(cluster).spans if s.role == "environment"]
+    opened = [s.end_s for s in calls if s.name == "open"]
+    answered = [s.end_s for s in calls if s.name == "step"]
+    assert opened == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert answered == pytest.approx([2.6, 3.1, 3.6, 4.1])
 
 
 def test_roles_sit_where_the_placement_says() -> None:

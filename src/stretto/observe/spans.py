@@ -30,6 +30,9 @@ SWAPS = "swaps"
 ENVIRONMENT = "environment"
 """The role that answers turns of episodes, many at once, and the cause of waiting for it."""
 
+DRIVER_CPU = "timing_s/driver_cpu"
+"""The metric of the CPU seconds of the driver's thread in a step."""
+
 NO_DEVICES = frozenset({CHECKPOINT, DRIVER, WEIGHT_SYNC, SWAPS, ENVIRONMENT})
 """Roles without a device, which run next to the others and are never busy or idle."""
 

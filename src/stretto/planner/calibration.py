@@ -148,9 +148,8 @@ def undisturbed(
     for span in spans:
         works = not span.waits and span.role not in NO_DEVICES
         span_threads = threads[role_of(span)] if works else 0
-        is_piece = works and span.role not in (DRIVER, WEIGHT_SYNC)
         for moment_s, sign in ((span.start_s, 1), (span.end_s, -1)):
-            changes[moment_s][0] += sign * is_piece
+            changes[moment_s][0] += sign * works
             changes[moment_s][1] += sign * span_threads
     done_s = at_s = 0.0  # seconds of undisturbed work
     pieces = busy = 0

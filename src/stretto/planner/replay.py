@@ -19,7 +19,7 @@ from stretto.machine import Machine
 from stretto.observe import RunDirectory
 from stretto.observe.idle import Intervals, is_generator, seconds, union
 from stretto.observe.run_directory import RolloutRecord
-from stretto.observe.spans import Span
+from stretto.observe.spans import DRIVER_CPU, Span
 from stretto.observe.trace import Trace
 from stretto.planner.calibration import Calibration, calibrate, role_of
 from stretto.planner.memory_model import SYNC
@@ -33,6 +33,9 @@ from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024  # tokens of a pass on a CPU, if the settings leave it open
+BUSY = 0.25
+"""Least share of the time with open calls of an environment in which the driver computes, if the
+calls work instead of waiting."""
 FUNCTION = ""  # role name of all reward functions in :meth:`Recording.role_devices`
 _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
@@ -52,6 +55,7 @@ class Recording:
     Rollouts include those in flight at its end. Spans should omit the first steps, which warm up.
     Chunks and deltas (over-commitment) are the chosen ones, by round. ``waits`` are in seconds, by
     rollout and number of the answered turn, from 1. 0 is the opening of the episode.
+    ``call_work_s`` are the seconds for which an environment's call works, 0 if calls mostly wait.
     """
 
     config: Config
@@ -61,6 +65,7 @@ class Recording:
     chunks: tuple[int, ...] = ()
     deltas: tuple[int, ...] = ()
     waits: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    call_work_s: float = 0.0
 
     @classmethod
     def read(cls, folder: str | Path, warm_steps: int = 1, trace: Trace | None = None) -> Self:
@@ -80,7 +85,11 @@ class Recording:
             for s in trace.spans
             if s.role == ENVIRONMENT and s.name in ("open", "step")
         }
-        return cls(config, rollouts, spans, machine, chunks, deltas, waits)
+        read = {step.step for step in trace.steps[warm_steps:]}
+        cpu_s = sum(m.get(DRIVER_CPU) or 0.0 for m in metrics if m["step"] in read)
+        calls = sum(len(r.turns) + 1 for r in rollouts if r.step in read and r.turns)
+        work_s = _call_work_s(spans, cpu_s, calls)
+        return cls(config, rollouts, spans, machine, chunks, deltas, waits, work_s)
 
     @cached_property
     def costs(self) -> Calibration:
@@ -201,17 +210,20 @@ class Recording:
         ids, turns = sorted(turns_by_id), list[tuple[tuple[int, float, int], ...]]()
         for i in range(ids[-1] + 1):
             turns.append(turns_by_id[ids[bisect_left(ids, i)]])
+        max_turn_tokens = self.config.environment.max_turn_tokens
+        rewarded = ENVIRONMENT in self.config.reward.sources
+        recorded = SimEpisodes(
+            max_turn_tokens=max_turn_tokens, rewarded=rewarded, recorded=tuple(turns)
+        )
+        if self.call_work_s and self._cores:
+            return recorded.at_once().model_copy(update={"work_s": self.call_work_s})
         opened = sorted(i for i, number in self.waits if not number)
         openings_s = [self.waits[i, 0] for i in opened]
-        return SimEpisodes(
-            max_turn_tokens=self.config.environment.max_turn_tokens,
-            rewarded=ENVIRONMENT in self.config.reward.sources,
-            recorded=tuple(turns),
-            openings_s=tuple(
-                openings_s[min(bisect_left(opened, i), len(opened) - 1)]
-                for i in range(ids[-1] + 1 if opened else 0)
-            ),
+        openings = (
+            openings_s[min(bisect_left(opened, i), len(opened) - 1)]
+            for i in range(ids[-1] + 1 if opened else 0)
         )
+        return recorded.model_copy(update={"openings_s": tuple(openings)})
 
     def _turns(self, r: RolloutRecord) -> Iterator[tuple[int, float, int]]:
         for number, turn in enumerate(r.turns, 1):
@@ -296,6 +308,15 @@ def _chosen(schedule: ScheduleConfig, metrics: list[dict[str, Any]], name: str) 
         return ()
     rounds = metrics[:: schedule.weight_sync_interval]
     return tuple(int(m[key]) for m in rounds)[schedule.knobs.lag :]
+
+
+def _call_work_s(spans: Sequence[Span], cpu_s: float, calls: int) -> float:
+    """Return the seconds of work of an environment's call; 0 if calls mostly wait. They work if the
+    driver, which sends and reads them, is busy for much of the time in which any is open.
+    """
+    open_s = seconds(union((s.start_s, s.end_s) for s in spans if s.role == ENVIRONMENT))
+    others_s = sum(s.end_s - s.start_s for s in spans if s.role == DRIVER)
+    return open_s / calls if calls and cpu_s - others_s > BUSY * open_s else 0.0
 
 
 def _cuts(cluster: ClusterConfig) -> dict[str, str]:

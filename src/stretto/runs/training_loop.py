@@ -25,7 +25,7 @@ from stretto.observe.display import TIME_LEFT
 from stretto.observe.flight import FlightRecorder, flight_head
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
-from stretto.observe.spans import Span
+from stretto.observe.spans import DRIVER_CPU, Span
 from stretto.observe.transcripts import transcript
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
@@ -184,6 +184,7 @@ class _TrainingLoop:
     def __post_init__(self) -> None:
         self.started_s = time.monotonic()
         self.recorded_s = self.started_s  # end of the last step
+        self.cpu_s = time.thread_time()  # of this thread, until then
 
     async def steps(self) -> None:
         config, running = self.config, self.running
@@ -311,6 +312,8 @@ class _TrainingLoop:
         metrics = {**step.stats, **extra_means(step.batch), **timings, **_graphs(spans.records)}
         now_s = time.monotonic()
         step_s, self.recorded_s = now_s - self.recorded_s, now_s
+        cpu_s = time.thread_time()
+        metrics[DRIVER_CPU], self.cpu_s = cpu_s - self.cpu_s, cpu_s
         if minutes := self.config.minutes:
             metrics[TIME_LEFT] = max(0.0, self.started_s + 60 * minutes - now_s)
         eager = metrics.get(GRAPHS) == 0 and self.stats.get(GRAPHS) != 0  # note it only once

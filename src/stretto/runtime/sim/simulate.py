@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -41,6 +43,7 @@ class SimRoles:
     generators: Sequence[Generator]
     replicas: Sequence[ScorerReplica]
     learner: Learner
+    environment: Callable[[], Awaitable[object]] | None = None  # the work of one of its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,11 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     if w.episodes and w.turns:
         rewarded = {"reward": w.reward} if w.episodes.rewarded else {}
         environment = SimEnvironment(
-            w.turns, w.max_new_tokens, opening_s=w.turns.opening_s, **rewarded
+            w.turns,
+            w.max_new_tokens,
+            opening_s=w.turns.opening_s,
+            work=roles.environment,
+            **rewarded,
         )
     return Schedule(
         prompts,
@@ -210,4 +217,12 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
         for i, s in enumerate(cluster.scorers)
     ]
     learner = SimLearner(worker("learner", cluster.learner), cluster.learner)
-    return SimRoles(devices, generators, replicas, put(learner, "learner"))
+    environment = None
+    if w.episodes and w.episodes.work_s and cores:
+        environment = partial(_in_turn, asyncio.Lock(), partial(cores.work, w.episodes.work_s, 1))
+    return SimRoles(devices, generators, replicas, put(learner, "learner"), environment)
+
+
+async def _in_turn(turn: asyncio.Lock, work: Callable[[], Awaitable[object]]) -> None:
+    async with turn:
+        await work()

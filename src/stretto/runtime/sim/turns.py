@@ -7,7 +7,7 @@ all schedules can be compared on identical episodes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import exp, log
 from statistics import NormalDist
 from typing import NamedTuple, Self
@@ -81,6 +81,9 @@ class SimEpisodes(Section):
     """Turns of a recorded run, which replace all these settings, by rollout id. Each turn has its
     tokens, seconds until the answer, and tokens of the answer. Beyond the last episode they repeat.
     """
+    work_s: NonNegative = 0.0
+    """Seconds in which one of the ``cores`` works for a call, one call after the other. They come
+    before the wait."""
     openings_s: tuple[NonNegative, ...] = ()
     """Seconds until an episode is open, by rollout id, again from the first after the last. Empty:
     none."""
@@ -153,12 +156,17 @@ class SimEnvironment:
         max_new_tokens: int,
         reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
         opening_s: Callable[[int], float] = lambda rollout_id: 0.0,
+        work: Callable[[], Awaitable[object]] | None = None,  # of each call, before its wait
     ) -> None:
-        self._turns, self._opening_s = turns, opening_s
+        self._turns = turns
+        self._opening_s = opening_s
+        self._work = work
         self._max_new_tokens = max_new_tokens
         self._reward = reward
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
+        if self._work:
+            await self._work()
         if seconds := self._opening_s(episode_of(response.id)):
             await asyncio.sleep(seconds)
         return log[-1] if log else Observation(response.id, 0, PLACEHOLDERS[:0])
@@ -169,6 +177,8 @@ class SimEnvironment:
             at_limit = len(response) >= self._max_new_tokens
             return self._end(response, k, "tokens" if at_limit else "turn_tokens")
         turn = turns[min(k, len(turns) - 1)]
+        if self._work:
+            await self._work()
         if turn.wait_s:
             await asyncio.sleep(turn.wait_s)
         if k + 1 >= len(turns):
