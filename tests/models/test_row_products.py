@@ -32,10 +32,7 @@ from stretto.models.forward import (
     unwrapped,
 )
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.models.row_products import (
-    RowLinear,
-    use_row_products,
-)
+from stretto.models.row_products import EXACT, RowActivation, RowLinear, use_row_products
 from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
@@ -103,7 +100,7 @@ def test_a_kernel_that_sums_by_the_number_of_rows_gets_canonical_tiles(
     made, x = layer(64, 32, torch.float32), torch.randn(100, 64)
     expected = made(x)
     assert not torch.equal(changing(x, made.weight) + made.bias, expected)
-    monkeypatch.setattr(row_products.F, "linear", changing)
+    monkeypatch.setattr(row_products, "KERNELS", {"linear": changing})
     row_products._is_canonical.cache_clear()
     for count in (1, 2):
         set_threads(count)
@@ -114,18 +111,19 @@ def test_a_kernel_that_sums_by_the_number_of_rows_gets_canonical_tiles(
     row_products._is_canonical.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "kind", [row_products.RowSiLU, row_products.RowGELU, row_products.RowTanhGELU]
-)
+@pytest.mark.parametrize("name", [name for name, functions in EXACT.items() if functions])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_activations_round_all_elements_alike(kind: Any, dtype: torch.dtype) -> None:
+def test_activations_round_all_elements_alike(name: str, dtype: torch.dtype) -> None:
+    functions = EXACT[name]
+    assert functions
+    activation, plain = RowActivation(*functions), functions[1]
     x = (torch.randn(5_000) * 5).to(dtype).requires_grad_()
-    out = kind()(x)
+    out = activation(x)
     for n in (1, 3, 17, 100):
-        assert torch.equal(kind()(x[n : 3 * n]), out[n : 3 * n])
-    plain = kind.plain(x)
-    assert torch.allclose(out, plain, rtol=rounding(8, dtype), atol=1e-6)
-    ours, theirs = (torch.autograd.grad(y.sum(), x)[0] for y in (out, plain))
+        assert torch.equal(activation(x[n : 3 * n]), out[n : 3 * n])
+    expected = plain(x)
+    assert torch.allclose(out, expected, rtol=rounding(8, dtype), atol=1e-6)
+    ours, theirs = (torch.autograd.grad(y.sum(), x)[0] for y in (out, expected))
     assert torch.equal(ours, theirs)
 
 

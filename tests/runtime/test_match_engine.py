@@ -99,29 +99,26 @@ def test_processes_match(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "sections"),
+    "sections",
     [
-        ("match-other-engine", {"rollout": {"engine": "vllm"}, "runtime": "local"}),
-        ("match-in-parts", {"pipeline": {"ranks": 2}}),
-        (
-            "match-in-parts",
-            {
-                "runtime": "local",
-                "cluster": {
-                    "processes": [
-                        {"roles": ["learner"], "ranks": 2},
-                        {"roles": ["generator", "task", "reference", "critic"]},
-                    ]
-                },
+        {"rollout": {"engine": "vllm"}, "runtime": "local"},
+        {"pipeline": {"ranks": 2}},
+        {
+            "runtime": "local",
+            "cluster": {
+                "processes": [
+                    {"roles": ["learner"], "ranks": 2},
+                    {"roles": ["generator", "task", "reference", "critic"]},
+                ]
             },
-        ),
-        ("match-other-kernels", {"model": {"load_in_4bit": True, "lora_rank": 2}}),
-        ("match-other-kernels", {"model": {"use_liger_kernel": True}}),
-        ("match-other-kernels", {"model": {"torch_compile": True}, "runtime": "local"}),
-        ("match-other-kernels", {"model": {"lora_rank": 2, "lora_kind": "dora"}}),
+        },
+        {"model": {"load_in_4bit": True, "lora_rank": 2}},
+        {"model": {"use_liger_kernel": True}},
+        {"model": {"torch_compile": True}, "runtime": "local"},
+        {"model": {"lora_rank": 2, "lora_kind": "dora"}},
     ],
 )
-def test_settings_that_compute_otherwise_are_refused(code: str, sections: dict[str, Any]) -> None:
+def test_settings_that_compute_otherwise_are_refused(sections: dict[str, Any]) -> None:
     recipes.build(sections, "here")
-    with raises(ConfigError, code):
+    with raises(ConfigError, "match-engine-with-others"):
         recipes.build({"training": {"match_engine": True}, **sections}, "here")

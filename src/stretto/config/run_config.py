@@ -273,29 +273,24 @@ class Config(Section):
 
     def _match_rules(self, broken: Rules) -> None:
         """Check that nothing computes in another way than the row products of one process."""
-        model, engine = self.model, self.rollout.engine
-        broken["match-other-engine"] = not self.rollout.capabilities.matches_learner and (
-            f"training.match_engine = true takes an engine that computes as the learner does, and "
-            f"rollout.engine = '{engine}' does not; set rollout.engine = 'torch', or leave "
-            "match_engine out"
-        )
+        model, r = self.model, self.rollout
         processes = self.cluster.processes
         parts = any(p.offload or (p.ranks > 1 and LEARNER in p.roles) for p in processes)
-        sliced = any(layout.per_copy.ranks > 1 for layout in self.generator_layouts)
-        broken["match-in-parts"] = (parts or sliced or self.pipeline.ranks) and (
-            "training.match_engine = true is for engines and a learner that each are whole in one "
-            "process; leave it out, or leave out ranks, offload and pipeline.ranks"
-        )
-        kernels = {
+        obstacles = {
+            f"rollout.engine = '{r.engine}'": not r.capabilities.matches_learner,
+            "ranks and offload": parts,
+            "layout.generator": any(x.per_copy.ranks > 1 for x in self.generator_layouts),
+            "pipeline.ranks": self.pipeline.ranks,
             "model.load_in_4bit": model.load_in_4bit,
             "model.use_liger_kernel": model.use_liger_kernel,
             "model.torch_compile": model.torch_compile,
             "model.lora_kind = 'dora'": model.lora_rank and model.lora_kind == "dora",
         }
-        other = next((name for name, on in kernels.items() if on), "")
-        broken["match-other-kernels"] = other and (
-            f"training.match_engine = true computes with kernels of its own, and {other} "
-            "brings others; leave one of them out"
+        obstacle = next(filter(obstacles.__getitem__, obstacles), "")
+        broken["match-engine-with-others"] = obstacle and (
+            "training.match_engine = true computes with kernels of its own, in Stretto's engine "
+            f"and a learner that each are whole in one process; leave out {obstacle}, or "
+            "match_engine"
         )
 
     def _process_rules(self, broken: Rules) -> None:

@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 
 from stretto.bounds import ceil_div
 from stretto.errors import EngineError, first_line
-from stretto.models.forward import backbone, pad_right, plain_states, unwrapped
+from stretto.models.forward import backbone, pad_right, plain_states
 from stretto.models.forward import positions as positions_of
-from stretto.models.row_products import has_row_products
+from stretto.models.row_products import NAME as BY_ROWS
 
 Masks = Tensor | Mapping[str, Tensor]
 
@@ -53,7 +53,7 @@ class CachedPass:
         self.config_of_model: Any = self.backbone.config
         self._masks = LayerMasks(self.config_of_model, self.dtype)
         takes = inspect.signature(self.backbone.forward).parameters
-        self.by_rows = has_row_products(unwrapped(model))
+        self.by_rows = getattr(self.config_of_model, "_attn_implementation", "") == BY_ROWS
         self._cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers < 5.24
 
     def prefill(

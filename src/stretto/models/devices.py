@@ -22,7 +22,7 @@ from stretto.errors import ConfigError, ModelError, require
 from stretto.models.attention import use_packed_attention, use_short_attention
 from stretto.models.forward import decoder_layers, unwrapped
 from stretto.models.mapped import final_dtype
-from stretto.models.row_products import RowLinear, linear, pack, packed_linear
+from stretto.models.row_products import CANONICAL, RowLinear, linear, pack, packed_linear
 
 Outputs = tuple[Tensor, ...]
 
@@ -337,7 +337,7 @@ class CudaBackend(Backend):
         return graph, outputs
 
 
-MOST_ROWS = 64
+MOST_ROWS = CANONICAL
 """Rows up to which the packed product is used; with more the layout no longer matters."""
 
 
@@ -405,7 +405,7 @@ def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight = layer.weight
     bias = layer.bias
     width = layer.in_features
-    packed = pack(weight, MOST_ROWS)
+    packed = pack(weight)
     if isinstance(layer, RowLinear):
         return partial(linear, weight=weight, bias=bias, packed=packed)
 

@@ -32,8 +32,7 @@ CANONICAL = 64
 """Rows of the canonical product."""
 
 GRAIN = 8
-"""Smaller products have a multiple of this many rows, because few rows have kernels of their own.
-"""
+"""Smaller products have a multiple of these rows, because few rows have kernels of their own."""
 
 LARGEST = 1 << 25
 """Elements of the largest result of one product."""
@@ -42,11 +41,12 @@ KEYS = 64
 """Keys of a block. The cache's slots grow by as many positions."""
 
 Kind = Literal["linear", "packed", "scores", "values"]
+Elementwise = Callable[[Tensor], Tensor]
 
 
-def pack(weight: Tensor, rows: int) -> Tensor:
-    """Return a weight in the layout of oneDNN's kernel for so many rows."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+def pack(weight: Tensor) -> Tensor:
+    """Return a weight in the layout of oneDNN's kernel for up to :data:`CANONICAL` rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), CANONICAL)
     return packed
 
 
@@ -59,38 +59,28 @@ def _scores(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(queries, keys.transpose(1, 2))
 
 
-def _product(kind: Kind, x: Tensor, matrices: Tensor) -> Tensor:
-    if kind == "scores":
-        return _scores(x, matrices)
-    if kind == "values":
-        return torch.bmm(x, matrices)
-    if kind == "packed":
-        return packed_linear(x[0], pack(matrices[0], CANONICAL))[None]
-    return F.linear(x[0], matrices[0])[None]
+KERNELS: Mapping[Kind, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "packed": packed_linear,
+    "scores": _scores,
+    "values": torch.bmm,
+}
 
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield
-        return
-    set_threads(1)
+    set_threads(1 if device.type == "cpu" else threads)
     try:
         yield
     finally:
         set_threads(threads)
 
 
-@lru_cache(maxsize=1)
-def _draws() -> Tensor:
-    return torch.rand(65_521, generator=torch.Generator().manual_seed(0)) - 0.5
-
-
 def _filled(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    count, draws = math.prod(shape), _draws()
-    numbers = draws.repeat(ceil_div(count, len(draws)))[:count]
-    return numbers.view(shape).to(device, dtype)
+    count = math.prod(shape)
+    draws = torch.rand(65_521, generator=torch.Generator().manual_seed(0)) - 0.5
+    return draws.repeat(ceil_div(count, len(draws)))[:count].view(shape).to(device, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -111,60 +101,50 @@ def _is_canonical(
         threads: the caller's CPU threads.
     """
     batch, inner, outer = shape
-    canonical: Kind = "linear" if kind == "packed" else kind
     x = _filled(dtype, device, batch, ceil_div(rows, CANONICAL) * CANONICAL, inner)
     w = _filled(dtype, device, batch, *((inner, outer) if kind == "values" else (outer, inner)))
-    result = _product(kind, x[:, :rows].contiguous(), w)
+    is_layer = kind in ("linear", "packed")
+    weight = pack(w[0]) if kind == "packed" else w[0] if is_layer else w
+    result = KERNELS[kind](x[:, :rows].contiguous(), weight)
+    canonical = F.linear if is_layer else KERNELS[kind]
     with _one_thread(device):
         for i in range(batch):
-            tiles = x[i : i + 1].split(CANONICAL, 1)
-            exact = torch.cat([_product(canonical, tile, w[i : i + 1]) for tile in tiles], 1)
-            if not torch.equal(result[i : i + 1], exact[:, :rows]):
+            matrix = w[0] if is_layer else w[i : i + 1]
+            tiles = [canonical(tile, matrix) for tile in x[i : i + 1].split(CANONICAL, 1)]
+            if not torch.equal(result[i : i + 1], torch.cat(tiles, 1)[:, :rows]):
                 return False
     return True
 
 
-def in_tiles(kind: Kind, x: Tensor, outer: int, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a product of rows [..., n, K], each with the bits of the canonical product."""
-    n, inner = x.shape[-2:]
-    batch = x.shape[0] if x.ndim == 3 else 1
+def in_tiles(kind: Kind, x: Tensor, matrices: Tensor, outer: int) -> Tensor:
+    """Return a product of rows [b, n, inner], each with the bits of the canonical product."""
+    batch, n, inner = x.shape
     threads = torch.get_num_threads() if x.device.type == "cpu" else 1
-    is_canonical = partial(
-        _is_canonical,
-        kind,
-        shape=(batch, inner, outer),
-        dtype=x.dtype,
-        device=x.device,
-        threads=threads,
-    )
+    key = (batch, inner, outer), x.dtype, x.device, threads
     grain = GRAIN if n <= CANONICAL else CANONICAL
     limit = max(LARGEST // outer // CANONICAL, 1) * CANONICAL
     rows = min(ceil_div(n, grain) * grain, limit)
-    if not is_canonical(rows):
-        rows = CANONICAL
-    if not is_canonical(rows):
-        with _one_thread(x.device):
-            return _by_tiles(x, rows, product)
-    return _by_tiles(x, rows, product)
+    if _is_canonical(kind, rows, *key) or _is_canonical(kind, rows := CANONICAL, *key):
+        return _by_tiles(kind, x, matrices, rows)
+    with _one_thread(x.device):
+        return _by_tiles(kind, x, matrices, CANONICAL)
 
 
-def _by_tiles(x: Tensor, rows: int, product: Callable[[Tensor], Tensor]) -> Tensor:
-    if x.shape[-2] == rows:
-        return product(x.contiguous())
-    parts = []
-    for part in x.split(rows, -2):
-        n = part.shape[-2]
-        parts.append(product(F.pad(part, (0, 0, 0, rows - n)))[..., :n, :])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+def _by_tiles(kind: Kind, x: Tensor, matrices: Tensor, rows: int) -> Tensor:
+    n = x.shape[1]
+    if padding := -n % rows:
+        x = F.pad(x, (0, 0, 0, padding))
+    tiles = [KERNELS[kind](tile.contiguous(), matrices) for tile in x.split(rows, 1)]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1))[:, :n]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None = None) -> Tensor:
     """Apply a linear layer to [..., H]. ``packed`` is its weight for up to CANONICAL rows."""
-    flat = x.reshape(-1, x.shape[-1])
-    if packed is not None and len(flat) <= CANONICAL:
-        out = in_tiles("packed", flat, len(weight), partial(packed_linear, packed=packed))
+    flat = x.reshape(1, -1, x.shape[-1])
+    if packed is not None and flat.shape[1] <= CANONICAL:
+        out = in_tiles("packed", flat, packed, len(weight))
     else:
-        out = in_tiles("linear", flat, len(weight), partial(F.linear, weight=weight))
+        out = in_tiles("linear", flat, weight, len(weight))
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], -1)
@@ -200,12 +180,7 @@ class _DifferentiatedAs(torch.autograd.Function):
     """Computes one function, and differentiates another that is the same up to rounding."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Callable[..., Tensor],
-        plain: Callable[..., Tensor],
-        *tensors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, compute: Any, plain: Any, *tensors: Tensor) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.plain = plain
         return compute(*tensors)
@@ -230,56 +205,36 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
+EXACT: Mapping[str, tuple[Elementwise, Elementwise] | None] = {
+    "SiLU": (_silu, F.silu),
+    "SiLUActivation": (_silu, F.silu),
+    "GELUActivation": (_gelu, F.gelu),
+    "GELUTanh": (_gelu_tanh, partial(F.gelu, approximate="tanh")),
+    "ReLU": None,
+    "NewGELUActivation": None,
+    "ReLUSquaredActivation": None,
+}
+"""Activations by class, as operations that treat all elements of a tensor alike, and as torch has
+them. None: the class already does.
+"""
+
+
 class RowActivation(nn.Module):
     """An activation that treats all elements of a tensor alike. On a CPU torch's own kernels round
     the last few elements in another way, in float32.
     """
 
-    exact: Callable[[Tensor], Tensor]
-    plain: Callable[[Tensor], Tensor]
+    def __init__(self, exact: Elementwise, plain: Elementwise) -> None:
+        super().__init__()
+        self._functions = exact, plain
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``exact`` if ``plain`` would not do. Gradients are those of ``plain``."""
-        kind = type(self)
+        """Compute exactly if torch does not. Gradients are torch's."""
+        exact, plain = self._functions
         if x.device.type != "cpu" or x.dtype != torch.float32:
-            return kind.plain(x)
-        out: Tensor = _DifferentiatedAs.apply(  # type: ignore[no-untyped-call]
-            kind.exact, kind.plain, x
-        )
+            return plain(x)
+        out: Tensor = _DifferentiatedAs.apply(exact, plain, x)  # type: ignore[no-untyped-call]
         return out
-
-
-class RowSiLU(RowActivation):
-    """``x / (1 + exp(-x))``."""
-
-    exact = staticmethod(_silu)
-    plain = staticmethod(F.silu)
-
-
-class RowGELU(RowActivation):
-    """``x * Phi(x)``, with the normal distribution's Phi."""
-
-    exact = staticmethod(_gelu)
-    plain = staticmethod(F.gelu)
-
-
-class RowTanhGELU(RowActivation):
-    """GELU with Phi approximated by a tanh."""
-
-    exact = staticmethod(_gelu_tanh)
-    plain = staticmethod(partial(F.gelu, approximate="tanh"))
-
-
-ACTIVATIONS: Mapping[str, type[RowActivation] | None] = {
-    "SiLU": RowSiLU,
-    "SiLUActivation": RowSiLU,
-    "GELUActivation": RowGELU,
-    "GELUTanh": RowTanhGELU,
-    "ReLU": None,
-    "NewGELUActivation": None,
-    "ReLUSquaredActivation": None,
-}
-"""Replacements by class. None: the class already treats all elements alike."""
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -289,39 +244,34 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     ``mask`` [b or 1, 1, L, K] is of bools. Without one, attention is causal.
     """
     b, g, keys, d = key.shape
-    length = query.shape[2]
+    length, causal = query.shape[2], mask is None
+    if mask is None:
+        mask = torch.ones(1, 1, length, keys, dtype=torch.bool, device=key.device).tril()
     if padding := -keys % KEYS:
         key, value = (F.pad(x, (0, 0, 0, padding)) for x in (key, value))
-    laid = query.reshape(b * g, -1, length, d)
-    out = laid.new_empty(laid.shape)
+        mask = F.pad(mask, (0, padding))
+    allowed = mask[:, :, None].unflatten(-1, (-1, KEYS))
+    laid = query.reshape(b, g, -1, length, d)
+    parts = []
     for start in range(0, length, KEYS):
-        stop = min(start + KEYS, length)
-        if mask is None:
-            seen = ceil_div(stop, KEYS)
-            allowed = torch.ones(stop - start, seen * KEYS, dtype=torch.bool, device=key.device)
-            allowed = allowed.tril(start)[None, None]
-        else:
-            seen = ceil_div(keys, KEYS)
-            allowed = F.pad(mask[:, :, start:stop], (0, padding))
-        allowed = allowed.expand(b, g, -1, -1).reshape(b * g, 1, stop - start, -1)
-        out[:, :, start:stop] = _attend_to_blocks(
-            laid[:, :, start:stop], key, value, allowed.unflatten(-1, (seen, KEYS)), scale
-        )
-    return out.view(query.shape)
+        end = min(start + KEYS, length)
+        blocks = ceil_div(end, KEYS) if causal else allowed.shape[4]
+        seen = allowed[:, :, :, start:end, :blocks]
+        parts.append(_attend_to_blocks(laid[:, :, :, start:end], key, value, seen, scale))
+    return torch.cat(parts, 3).view(query.shape)
 
 
 def _attend_to_blocks(
     laid: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float
 ) -> Tensor:
-    """Attend from [b g, r, L, d] with a mask [b g, 1, L, blocks, KEYS]."""
-    rows = laid.flatten(1, 2)
-    d = laid.shape[3]
+    """Attend from [b, g, r, L, d] with a mask [b or 1, 1, 1, L, blocks, KEYS]."""
+    rows, d = laid.flatten(2, 3).flatten(0, 1), laid.shape[4]
     scores = []
-    for i in range(allowed.shape[3]):
+    for i in range(allowed.shape[4]):
         block = key[:, :, i * KEYS : (i + 1) * KEYS].flatten(0, 1)
-        products = in_tiles("scores", rows, KEYS, partial(_scores, keys=block))
-        by_head = products.float().view(*laid.shape[:3], KEYS) * scale
-        scores.append(by_head.masked_fill_(~allowed[:, :, :, i], -torch.inf))
+        products = in_tiles("scores", rows, block, KEYS).float()
+        scaled = products.view(*laid.shape[:4], KEYS) * scale
+        scores.append(scaled.masked_fill_(~allowed[:, :, :, :, i], -torch.inf))
     top = torch.stack([block.amax(-1) for block in scores]).amax(0)[..., None]
     total = torch.zeros_like(top)
     weighted = torch.zeros(laid.shape, dtype=torch.float32, device=laid.device)
@@ -329,8 +279,8 @@ def _attend_to_blocks(
         p = block_scores.sub_(top).exp_()
         total += p.sum(-1, keepdim=True)
         block = value[:, :, i * KEYS : (i + 1) * KEYS].flatten(0, 1)
-        parts = p.to(laid.dtype).flatten(1, 2)
-        weighted += in_tiles("values", parts, d, partial(torch.bmm, mat2=block)).view_as(weighted)
+        parts = p.to(laid.dtype).flatten(2, 3).flatten(0, 1)
+        weighted += in_tiles("values", parts, block, d).view_as(weighted)
     return (weighted / total).to(laid.dtype)
 
 
@@ -346,16 +296,13 @@ def _attention(
     if not attention.is_plain(module, query, key, value, kwargs):
         raise _refusal("attention with soft caps, sinks, biases or values of another size")
 
-    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention.short_attention(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )[0].transpose(1, 2)
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = attention.short_attention(module, q, k, v, attention_mask, scaling, **kwargs)
+        return out.transpose(1, 2)
 
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     compute = partial(_attend, mask=attention_mask, scale=scale)
-    out: Tensor = _DifferentiatedAs.apply(  # type: ignore[no-untyped-call]
-        compute, plain, query, key, value
-    )
+    out = _DifferentiatedAs.apply(compute, plain, query, key, value)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -371,6 +318,9 @@ def use_row_products(model: Any, decoder: nn.Module) -> None:
     """Give a transformers model, in place, passes whose rows do not depend on each other's number.
     Raises EngineError if its text decoder has parts for which that does not hold.
     """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
     implementation = model.config._attn_implementation
     if implementation not in ("sdpa", attention.NAME, attention.PACKED, NAME):
         raise _refusal(f"attention of the kind '{implementation}'")
@@ -379,27 +329,16 @@ def use_row_products(model: Any, decoder: nn.Module) -> None:
             matrices = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
             if matrices:
                 raise _refusal(f"the product with '{name}.{matrices[0]}'")
-    for name, module in model.named_modules():
+    for name, module in [*model.named_modules()]:
         kind = type(module)
         if kind is nn.Linear:
             module.__class__ = RowLinear
-        elif kind.__name__ in ACTIVATIONS:
-            module.__class__ = ACTIVATIONS[kind.__name__] or kind
+        elif kind.__name__ in EXACT:
+            if functions := EXACT[kind.__name__]:
+                model.set_submodule(name, RowActivation(*functions))
         elif kind.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
             raise _refusal(f"the activation '{name}'")
-    register()
-    model.set_attn_implementation(NAME)
-
-
-def register() -> None:
-    """Make the attention known to transformers."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
     attention.register()
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def has_row_products(model: Any) -> bool:
-    return bool(model.config._attn_implementation == NAME)
+    model.set_attn_implementation(NAME)

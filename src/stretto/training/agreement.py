@@ -79,25 +79,18 @@ class Agreement(Stateful):
             return
         squares, tokens = metrics.sums[SQUARES].item(), metrics.sums[TOKENS].item()
         rms = math.sqrt(squares / tokens)
-        if self._exact:
-            if squares:
-                raise LearnerError(
-                    "training.match_engine = true, and the log-probs of engine and learner differ "
-                    f"by {rms:.4g} (root mean square of {tokens:.0f} tokens): they ran on "
-                    "different CPUs or GPUs, or on a kernel that rounds by the number of rows. "
-                    "Leave match_engine out, and please report it",
-                    "policies-not-equal",
-                )
-            return
         allowed = self._given or self.tolerance * math.sqrt(1 + OUTLIER**2 / tokens)
+        remedy = "set training.ratio_tolerance, or model.dtype = 'float32'"
+        if self._exact:
+            allowed = 0.0
+            remedy = "or of another CPU or GPU, leave training.match_engine out"
         if not rms <= allowed:
             start = "" if self._measured is None else f"at the start it was {self._measured:.4g}; "
             raise LearnerError(
                 "engine and learner disagree about the policy: on responses sampled by the very "
                 f"weights that are trained, their log-probs differ by {rms:.4g} (root mean square "
                 f"of {tokens:.0f} tokens; {start}the tolerance is {allowed:.4g}). If it is "
-                "rounding of a low-precision model, set training.ratio_tolerance, or model.dtype = "
-                "'float32'",
+                f"rounding of a low-precision model, {remedy}",
                 "policies-disagree",
             )
         if not self._given and self._measured is None:
