@@ -12,7 +12,7 @@ import torch
 from raising import raises
 from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings, weights, write_rows
 from stretto import runs
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import StateError
 from stretto.observe import RunDirectory
 from stretto.observe.flight import read_flight
@@ -182,3 +182,18 @@ def test_a_lost_role_is_lost_in_the_replay(tiny_folder: Path, tmp_path: Path) ->
     events = read_flight(recorded.flight_file)[0].events
     assert any(e.error and e.error[0] == "RoleLostError" for e in events)
     assert_replayed(recorded, replayed(recorded))
+
+
+def test_ranks_that_divide_sums_are_replayed_by_ranks(tiny_folder: Path, tmp_path: Path) -> None:
+    process = {"roles": ["learner", "generator"], "ranks": 2}
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        cluster={"processes": [process]},
+        rollout={**UNEVEN, "engines": 2},
+        schedule={"preset": "oppo", "chunk_tokens": 4},
+    )
+    recorded, _ = run(config, tmp_path)
+    replay = replayed(recorded)
+    assert_replayed(recorded, replay)
+    assert recipes.load(replay.config_file).runtime == "local"

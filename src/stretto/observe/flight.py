@@ -24,7 +24,7 @@ from stretto.config import Config
 from stretto.errors import StateError, StrettoError
 from stretto.machine import current_start
 from stretto.types import Decoded, Score, TrainStepOutput, WeightsRef
-from stretto.workers.gate import RoleCall
+from stretto.workers.gate import RoleCall, Tape
 
 UNREPEATABLE = ("perf/", "timing_s/", "pipeline/", "memory/")
 """First parts of the names of the learner's metrics that hold times or sizes."""
@@ -92,7 +92,7 @@ def flight_head(config: Config, first: int) -> dict[str, Any]:
     }
 
 
-class FlightRecorder:
+class FlightRecorder(Tape):
     """Writes the record of one start or resumption of a run, step by step."""
 
     def __init__(self, file: Path, head: Mapping[str, Any]) -> None:
@@ -107,7 +107,6 @@ class FlightRecorder:
         self._last = (0, 0)  # index and ticks of the last event on disk
 
     def fact(self, name: str, value: Any) -> None:
-        """Record a measurement. Must precede the first step."""
         self._facts[name] = value
 
     def passed(self, call: RoleCall[Any], ticks: int) -> None:
@@ -136,16 +135,13 @@ class FlightRecorder:
             )
         )
 
-    def gave_up(self, call: RoleCall[Any]) -> None:
-        """Record that the schedule no longer waits for a call."""
+    def gave_up(self) -> None:
         self._given_up = True
 
     def step(self, step: int) -> None:
-        """Write the events of a step."""
         self._write({"step": step})
 
     def saves(self, step: int) -> None:
-        """Record that the caller requested a checkpoint after a step."""
         self._saves = step
 
     def flush(self) -> None:

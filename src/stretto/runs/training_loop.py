@@ -340,7 +340,7 @@ class _TrainingLoop:
         request = self.on_step(self.done, self.stats)
         self.save_asked = request == "save"
         if self.save_asked:
-            self.running.gate.saves(self.done)
+            self.running.gate.tape.saves(self.done)
         if self.done < self.config.steps:
             early_stop = self.evaluator.exhausted if self.evaluator and eval_metrics else ""
             self.stopped = "on_step returned 'stop'" if request == "stop" else early_stop

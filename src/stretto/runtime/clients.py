@@ -178,7 +178,7 @@ class ScorerClient(FollowerClient):
         self.info = info
         member = replica or info.name
         super().__init__(member, short_name(shown or member), executor, tracer, load, gate)
-        self._answer = None if repeatable else ScorerAnswer(info)
+        self._answer = None if repeatable else CodeAnswer(info)
 
     def _awaiting(self, span: str) -> AbstractContextManager[None]:
         reads = span in ("prefill", "score")
@@ -210,21 +210,19 @@ class LearnerClient(Client):
         return await self._call(LearnerService.publish)
 
 
-class ScorerAnswer:
-    """Records a reward function's answers: its scores, or nothing for an unchanged ScorerInfo."""
+class CodeAnswer:
+    """Records scores of a reward function. Calls without scores return ``info``."""
 
-    def __init__(self, info: ScorerInfo) -> None:
+    def __init__(self, info: ScorerInfo | None) -> None:
         self._info = info
 
     def plain(self, value: Any) -> Any:
-        if isinstance(value, ScorerInfo):
+        if value is None or isinstance(value, ScorerInfo):
             return None
         return [{**to_plain(score), "values": score.values.tolist()} for score in value]
 
     def value(self, plain: Any) -> Any:
-        if plain is None:
-            return self._info
-        return [from_plain(Score, score) for score in plain]
+        return self._info if plain is None else [from_plain(Score, score) for score in plain]
 
 
 class ObservationAnswer:
@@ -250,16 +248,6 @@ class ObservationAnswer:
         return from_plain(Observation, plain, prompt=prompt)
 
 
-class NoAnswer:
-    """Records that a call returned ``None``."""
-
-    def plain(self, value: None) -> None:
-        return None
-
-    def value(self, plain: None) -> None:
-        return None
-
-
 class EnvironmentClient:
     """An environment behind a gate. See :class:`~stretto.protocols.Environment`."""
 
@@ -276,7 +264,9 @@ class EnvironmentClient:
         return await self._outcome("step", work, ObservationAnswer(response))
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        await self._outcome("release", partial(self._environment.release, rollout_ids), NoAnswer())
+        await self._outcome(
+            "release", partial(self._environment.release, rollout_ids), CodeAnswer(None)
+        )
 
 
 class KVRouter:

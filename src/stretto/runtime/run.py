@@ -121,7 +121,7 @@ class Run:
         state = self.driver_state()
         staging = partial(self._on_learner, LearnerService.stage, copy, state.kept)
         live, size = await self.gate.outcome(LEARNER, "stage", staging)
-        self.gate.flush()
+        self.gate.tape.flush()
         return self._staged(state, size, live=live)
 
     def driver_state(self) -> DriverState:

@@ -86,8 +86,8 @@ class AnswerCodec(Protocol[T]):
         """Restore the value."""
 
 
-class Tape(Protocol):
-    """Records what passes a gate."""
+class Tape:
+    """Records what passes a gate. This one records nothing."""
 
     def fact(self, name: str, value: Any) -> None:
         """Record a measurement that settings of the schedule depend on."""
@@ -95,7 +95,7 @@ class Tape(Protocol):
     def passed(self, call: RoleCall[Any], ticks: int) -> None:
         """Record the outcome of a call."""
 
-    def gave_up(self, call: RoleCall[Any]) -> None:
+    def gave_up(self) -> None:
         """Record that the schedule no longer waits for a call."""
 
     def step(self, step: int) -> None:
@@ -146,13 +146,12 @@ class EventGate:
 
     def __init__(self, tape: Tape | None = None, script: Script | None = None) -> None:
         self.script = script
-        self._tape = tape
+        self.tape = tape or Tape()
         self._indices = count()
         self._open: dict[int, RoleCall[Any]] = {}  # calls whose outcome has not passed
         self._arrived: deque[RoleCall[Any]] = deque()
         self.ticks = script.start_ticks if script else _ticks()
-        if tape:
-            tape.fact("ticks", self.ticks)
+        self.tape.fact("ticks", self.ticks)
         self._ahead = 0  # of this process's clock, after a script
 
     def now(self) -> float:
@@ -162,8 +161,7 @@ class EventGate:
     def fact(self, name: str, measure: Callable[[], T]) -> T:
         """Return a measurement on which settings of the schedule depend, or the script's."""
         value: T = self.script.fact(name) if self.script else measure()
-        if self._tape:
-            self._tape.fact(name, value)
+        self.tape.fact(name, value)
         return value
 
     async def outcome(
@@ -192,8 +190,7 @@ class EventGate:
         except asyncio.CancelledError:
             if call.delivered.cancelled():
                 call.work.cancel()
-                if self._tape:
-                    self._tape.gave_up(call)
+                self.tape.gave_up()
                 if call in self._arrived:
                     self._arrived.remove(call)
             raise
@@ -204,17 +201,7 @@ class EventGate:
         """End a step."""
         if self.script:
             self.script.step(step)
-        if self._tape:
-            self._tape.step(step)
-
-    def saves(self, step: int) -> None:
-        """Note that the caller requested a checkpoint after a step."""
-        if self._tape:
-            self._tape.saves(step)
-
-    def flush(self) -> None:
-        if self._tape:
-            self._tape.flush()
+        self.tape.step(step)
 
     @staticmethod
     def _start(call: RoleCall[T], work: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
@@ -260,8 +247,7 @@ class EventGate:
         assert call.work
         self.ticks = ticks
         self._arrived.remove(call)
-        if self._tape:
-            self._tape.passed(call, ticks)
+        self.tape.passed(call, ticks)
         if call.work.cancelled():
             call.delivered.cancel()
         elif error := call.work.exception():
