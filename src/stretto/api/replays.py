@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from stretto.checks import check_run
 from stretto.config import Config
@@ -24,7 +24,6 @@ def replay(
     *,
     to: NonNegativeInt = 0,
     out: str | Path = "",
-    runtime: Literal["", "inline"] = "",
     progress: Progress | None = None,
 ) -> TrainResult:
     """Repeat a run from its flight record, like ``stretto replay``: with the same weights, bit for
@@ -35,7 +34,6 @@ def replay(
         run: its folder.
         to: the last step to repeat. 0 repeats all recorded ones.
         out: folder for the replay's own. By default that of the run's.
-        runtime: "" takes ``inline`` if that computes the same, and otherwise that of the run.
         progress: display object. ``None`` is ``observe.progress``.
     """
     recorded = RunDirectory.open(run)
@@ -53,7 +51,7 @@ def replay(
     with ending_in_order(), ExitStack() as stack:
         stack.enter_context(target.locked(display.note))
         display.start(f"repeats {recorded.path} up to step {legs[-1].until} in {target.path}")
-        result = replaying.replay(recorded, target, legs, runtime=runtime, progress=display)
+        result = replaying.replay(recorded, target, legs, progress=display)
     display.close()
     display.note(f"done; the replay's records and model are in {target.path}")
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
@@ -260,9 +260,7 @@ def command_replay(
     run: Annotated[str, arg(metavar="RUN_DIR")],
     /,
     to: NonNegativeInt = 0,
-    *,
     out: str = "",
-    runtime: Literal["", "inline"] = "",
 ) -> None:
     """Repeat a run bit for bit from its flight record, in a new folder. The first outcome that
     differs is named with its step, its call and its tensor. Environments and reward functions are
@@ -271,11 +269,10 @@ def command_replay(
     Args:
         to: Last step to repeat. 0 repeats all recorded ones.
         out: Folder for the replay's own folder. Default: that of the run's.
-        runtime: 'inline', or empty for the run's own if inline would divide sums in another way.
     """
     from stretto.api.replays import replay
 
-    replay(run, to=to, out=out, runtime=runtime)
+    replay(run, to=to, out=out)
 
 
 def command_recipes(recipe: Annotated[tuple[str, ...], arg(metavar="NAME")] = (), /) -> None:

@@ -9,9 +9,9 @@ and compared with the recorded checksums.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 from stretto import errors
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides
@@ -146,8 +146,7 @@ def _restored(error: Sequence[str]) -> StrettoError:
     return kind(arguments[0], code=code)
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+class Leg(NamedTuple):
     """A part of a replay: a segment of the record, up to the step ``until``."""
 
     segment: Segment
@@ -171,48 +170,53 @@ def legs_of(segments: Sequence[Segment], to: int) -> list[Leg]:
             "step 1. Name a recorded step with `to`",
             "step-not-recorded",
         )
-    for leg in legs:
-        position = leg.segment.given_up
-        if position is not None and position < leg.segment.ends[leg.until]:
+    for segment, end in legs:
+        if segment.given_up is not None and segment.given_up < segment.ends[end]:
             raise StateError(
                 "a call had no answer within schedule.deadline_s, or a role was cancelled: such a "
                 "run cannot be replayed beyond that; name an earlier step with `to`",
                 "call-given-up",
             )
+    for segment, end in legs[1:]:
+        lags = config_of(segment).schedule.knobs.copies_weights
+        if lags and _end_of(segment, end) == segment.ends[end]:
+            raise StateError(
+                f"the run was interrupted after step {end}, while responses of later steps were "
+                f"generated, and went on from there; name a step up to {end} with `to`",
+                "interrupted-in-a-step",
+            )
     return legs[::-1]
 
 
-def config_of_replay(config: Config, runtime: str) -> Config:
-    """Return a run's settings with another runtime, for one machine and without side effects."""
-    observe = config.observe.model_copy(
-        update={"trackers": (), "prometheus_port": 0, "flight": True}
-    )
+def config_of(segment: Segment) -> Config:
+    return Config.model_validate(segment.head["config"])
+
+
+def config_of_replay(segment: Segment) -> Config:
+    """Return a run's settings without effects outside of the folder, and on ``inline`` if threads
+    make the same calls and compute the same: no role had several ranks, between which sums are
+    divided, and scorers have the same copies.
+    """
+    config = config_of(segment)
+    off = {"trackers": (), "prometheus_port": 0, "flight": True}
     changes: dict[str, Any] = {
         "minutes": 0,
-        "observe": observe,
+        "observe": config.observe.model_copy(update=off),
         "schedule": config.schedule.model_copy(update={"deadline_s": PATIENCE_S}),
     }
-    if runtime == "inline":
+    roles = segment.head["facts"]["threads"]
+    copies = [role for role in roles if role[-1].isdecimal() and not role.startswith(GENERATOR)]
+    ranks = [config.pipeline.ranks, *(process.ranks for process in config.cluster.processes)]
+    same_roles = bool(copies) == config.schedule.knobs.hosts_scorers(config.rollout.engines)
+    if same_roles and max(ranks) <= 1 and config.rollout.engine == "torch":
         changes |= {"runtime": "inline", "cluster": ClusterConfig()}
     return config.model_copy(update=changes)
 
 
-def repeats_inline(config: Config, roles: Iterable[str]) -> bool:
-    """Whether threads of one process make the same calls, and compute what the run's runtime did:
-    no role has several ranks, between which sums are divided, and scorers have the same copies.
-    """
-    copies = [role for role in roles if role[-1].isdecimal() and not role.startswith(GENERATOR)]
-    if config.pipeline.ranks or any(process.ranks > 1 for process in config.cluster.processes):
-        return False
-    return bool(copies) == config.schedule.knobs.hosts_scorers(config.rollout.engines)
-
-
 def warnings_of(segment: Segment, config: Config) -> list[str]:
     """Return facts that differ from those of the run, and may change bits of results."""
-    now = {
-        **current_start()["versions"],
-        "device": hardware(pick_device(config.model.device)),
-    }
+    device = hardware(pick_device(config.model.device))
+    now = {**current_start()["versions"], "device": device}
     before = {**segment.head["versions"], "device": segment.head["facts"]["device"]}
     return [
         f"{name} is {now.get(name)}, and was {value} in the run: results may differ"
@@ -226,7 +230,6 @@ def replay(
     target: RunDirectory,
     legs: Sequence[Leg],
     *,
-    runtime: str = "",
     progress: Progress,
     overrides: Overrides = NO_OVERRIDES,
 ) -> TrainResult:
@@ -234,17 +237,13 @@ def replay(
 
     Args:
         legs: from :func:`legs_of`.
-        runtime: by default ``inline`` if that computes the same.
         overrides: the objects that the run was given.
     """
     result: TrainResult | None = None
     if run_dir.warmup.exists() and not overrides.warmup:
         overrides = replace(overrides, warmup=run_dir.warmup)
     for leg in legs:
-        recorded = Config.model_validate(leg.segment.head["config"])
-        roles = leg.segment.head["facts"]["threads"]
-        inline = repeats_inline(recorded, roles) and runtime in ("", "inline")
-        config = config_of_replay(recorded, "inline" if inline else "")
+        config = config_of_replay(leg.segment)
         target.save_config(config)
         for line in warnings_of(leg.segment, config):
             progress.note(line)
