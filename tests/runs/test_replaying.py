@@ -197,3 +197,42 @@ def test_ranks_that_divide_sums_are_replayed_by_ranks(tiny_folder: Path, tmp_pat
     replay = replayed(recorded)
     assert_replayed(recorded, replay)
     assert recipes.load(replay.config_file).runtime == "local"
+
+
+def test_an_unfinished_line_is_ignored_and_a_damaged_one_named(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    recorded, _ = run(settings(tiny_folder, steps=2), tmp_path)
+    events = read_flight(recorded.flight_file)[0].events
+    content = recorded.flight_file.read_bytes()
+    recorded.flight_file.write_bytes(content + content[:20])
+    assert read_flight(recorded.flight_file)[0].events == events
+    recorded.flight_file.write_bytes(content[:30] + b"\n" + content)
+    with raises(StateError, "damaged-record", "line 1"):
+        read_flight(recorded.flight_file)
+
+
+def test_replays_that_cannot_be_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    recorded, _ = run(settings(tiny_folder, steps=2, observe={"flight": False}), tmp_path)
+    assert not recorded.flight_file.exists()
+    with raises(StateError, "no-flight-record"):
+        read_flight(recorded.flight_file)
+    recorded, _ = run(settings(tiny_folder, steps=2), tmp_path)
+    (segment,) = read_flight(recorded.flight_file)
+    with raises(StateError, "step-not-recorded", "steps 1 to 2"):
+        replaying.legs_of([segment], 3)
+    segment.given_up = 0
+    with raises(StateError, "call-given-up"):
+        replaying.legs_of([segment], 0)
+
+
+def test_a_resumption_in_the_middle_of_a_step_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """With lag, Ctrl-C leaves a checkpoint with responses of the next step."""
+    config = settings(tiny_folder, steps=4, rollout=UNEVEN, schedule={"preset": "async"})
+    recorded = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(config, run_dir=recorded, progress=Kill(2))
+    runs.train(config, run_dir=recorded, resume=True, progress=NoProgress())
+    with raises(StateError, "interrupted-in-a-step", "step 2"):
+        replayed(recorded)
+    replayed(recorded, 2)

@@ -17,8 +17,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stretto import files
 from stretto.config import Config
 from stretto.errors import StateError, StrettoError
@@ -168,7 +166,9 @@ class FlightRecorder(Tape):
             content["given_up"] = True
         if self._saves:
             content["saves"], self._saves = self._saves, 0
-        line = b85encode(zlib.compress(json.dumps(content, separators=(",", ":")).encode()))
+        line = b85encode(
+            zlib.compress(json.dumps(content, separators=(",", ":"), default=str).encode())
+        )
         files.append(self._file, line + b"\n")
 
 
@@ -225,26 +225,23 @@ def checksums(value: Any) -> Sums:
     """Return checksums of the parts of a role's answer that a replay must repeat."""
     match value:
         case Decoded(chunks):
-            ids = np.array([[c.rollout_id, c.start, len(c.tokens)] for c in chunks])
+            order = [(c.rollout_id, c.start, len(c.tokens), c.finish) for c in chunks]
             return {
-                "rollouts": _sum([ids, str([c.finish for c in chunks])]),
-                "tokens": _sum([c.tokens for c in chunks]),
-                "log-probs": _sum([c.logprobs for c in chunks]),
+                "rollouts": _sum([str(order).encode()]),
+                "tokens": _sum([c.tokens.tobytes() for c in chunks]),
+                "log-probs": _sum([c.logprobs.tobytes() for c in chunks]),
             }
         case TrainStepOutput(stats, rewards):
             repeatable = [(k, v) for k, v in stats.items() if not k.startswith(UNREPEATABLE)]
-            return {"rewards": _sum([rewards]), "metrics": _sum([str(repeatable)])}
+            metrics = str(repeatable).encode()
+            return {"rewards": _sum([rewards.tobytes()]), "metrics": _sum([metrics])}
         case [Score(), *_]:
-            return {"scores": _sum([score.values for score in value])}
+            return {"scores": _sum([score.values.tobytes() for score in value])}
         case Mapping():
             refs = [ref for ref in value.values() if isinstance(ref, WeightsRef)]
             return {f"{ref.model}: {name}": s for ref in refs for name, s in ref.sums.items()}
     return {}
 
 
-def _sum(parts: Sequence[Any]) -> int:
-    checksum = 0
-    for part in parts:
-        content = part.encode() if isinstance(part, str) else part.tobytes()
-        checksum = zlib.crc32(content, checksum)
-    return checksum & 0xFFFF
+def _sum(parts: Sequence[bytes]) -> int:
+    return zlib.crc32(b"".join(parts)) & 0xFFFF

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from stretto.runtime.kv_transfer import SAMPLE_BYTES
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.process_messages import Loaded
 from stretto.runtime.role_services import FollowerService, GeneratorService, ScorerService
-from stretto.stateful import from_plain, to_plain
+from stretto.stateful import from_plain
 from stretto.types import (
     Chunk,
     Decoded,
@@ -219,7 +219,7 @@ class CodeAnswer:
     def plain(self, value: Any) -> Any:
         if value is None or isinstance(value, ScorerInfo):
             return None
-        return [{**to_plain(score), "values": score.values.tolist()} for score in value]
+        return [{**_fields_of(score), "values": score.values.tolist()} for score in value]
 
     def value(self, plain: Any) -> Any:
         return self._info if plain is None else [from_plain(Score, score) for score in plain]
@@ -233,7 +233,7 @@ class ObservationAnswer:
 
     def plain(self, value: Observation) -> Any:
         prompt = value.prompt and [value.prompt.tokens, value.prompt.text, value.prompt.messages]
-        return {**to_plain(value), "tokens": value.tokens.tolist(), "prompt": prompt}
+        return {**_fields_of(value), "tokens": value.tokens.tolist(), "prompt": prompt}
 
     def value(self, plain: Any) -> Observation:
         prompt = None
@@ -246,6 +246,10 @@ class ObservationAnswer:
                 messages=None if messages is None else tuple(messages),
             )
         return from_plain(Observation, plain, prompt=prompt)
+
+
+def _fields_of(message: Score | Observation) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in fields(message)}
 
 
 class EnvironmentClient:
