@@ -250,6 +250,16 @@ class Settings:
     most_overcommit: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RoundKnobs:
+    """Values of the knobs that may change between two rounds."""
+
+    score_on: ScoreOn = "batch"
+    delta: int = 0
+    lag: int = 0
+    chunk_tokens: int = 512
+
+
 def _from_preset(knob: str) -> Any:
     return Field(default="preset", description=KNOBS[knob].help)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
-from stretto.config.knobs import Settings
+from stretto.config.knobs import RoundKnobs, ScoreOn, Settings
 from stretto.errors import ConfigError
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Controller, Feedback
@@ -16,26 +16,48 @@ from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
 
 
+class Tuner(Controller, Protocol):
+    """Controller that sets several knobs for each round. It may use less than the settings allow."""
+
+    @property
+    def knobs(self) -> RoundKnobs:
+        """Return the knobs of the next round to start."""
+
+
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Settings and controllers of one schedule. Only the controllers' state changes in a run."""
+    """Settings and controllers of one schedule. Only the controllers' state changes in a run.
+
+    A tuner replaces ``chunk`` and ``overcommit``, and two settings of its schedule.
+    """
 
     settings: Settings
     chunk: ChunkSize
     overcommit: Overcommit
     migration: MigrationPolicy | None = None
     hold: HoldPolicy | None = None
+    tuner: Tuner | None = None
+
+    @property
+    def score_on(self) -> ScoreOn:
+        return self.tuner.knobs.score_on if self.tuner else self.settings.score_on
+
+    @property
+    def lag(self) -> int:
+        return self.tuner.knobs.lag if self.tuner else self.settings.lag
 
     @property
     def delta(self) -> int:
-        return _within("overcommit: delta", self.overcommit.delta, 0, self.settings.most_overcommit)
+        delta = self.tuner.knobs.delta if self.tuner else self.overcommit.delta
+        return _within("overcommit: delta", delta, 0, self.settings.most_overcommit)
 
     @property
     def chunk_tokens(self) -> int:
-        return _within("chunk_tokens: tokens", self.chunk.tokens, 1, None)
+        tokens = self.tuner.knobs.chunk_tokens if self.tuner else self.chunk.tokens
+        return _within("chunk_tokens: tokens", tokens, 1, None)
 
     def observe(self, feedback: Feedback) -> None:
-        for controller in filter(None, (self.chunk, self.overcommit, self.migration)):
+        for controller in filter(None, (self.chunk, self.overcommit, self.migration, self.tuner)):
             controller.observe(feedback)
 
     @property

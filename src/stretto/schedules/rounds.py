@@ -57,6 +57,7 @@ class Rounds(Ledger):
         self.size = self._settings.batch * self._settings.weight_sync_interval
         self.begun = 0
         self.is_open = False
+        self.score_on = controls.score_on  # of the current round
         self.next_id = 0
         self.metrics: dict[str, float] = {}  # of the current round
         self.skipped: list[Rollout] = []  # since the last step
@@ -77,7 +78,7 @@ class Rounds(Ledger):
     @property
     def lockstep(self) -> bool:
         """Whether this is the plain loop, whose order is not random."""
-        unseen = self._settings.score_on == "batch" and self._controls.migration is None
+        unseen = self.score_on == "batch" and self._controls.migration is None
         plain = len(self.buffer) <= self.size
         return unseen and (plain or (self.pool.single and not self.episodes.exist))
 
@@ -108,6 +109,8 @@ class Rounds(Ledger):
         """
         self.begun, self.is_open = self.begun + 1, True
         self.metrics = {"schedule/overcommit": float(delta)}
+        self.score_on = self._controls.score_on
+        self._scoring.begin_round(self.score_on, (r for r in self.buffer if r.finish))
         self._gathered = set()
         if self._skips:
             self.metrics["schedule/skipped"] = 0.0

@@ -92,6 +92,7 @@ class Schedule:
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
         self._steps = 0
+        self._lag = controls.lag  # of the next round
         self._version, self.loaded = 0, 0  # published, and in the generators
         self._metrics: deque[Mapping[str, float]] = deque()  # of each generated batch
         self.weights_lock = asyncio.Lock()  # held while weights are being loaded
@@ -217,10 +218,10 @@ class Schedule:
         return ceil_div(self._settings.steps, self._settings.weight_sync_interval)
 
     def _may_generate(self) -> bool:
-        return self._version >= self._rounds.begun - self._settings.lag
+        return self._version >= self._rounds.begun - self._lag
 
     def _lacks_weights(self) -> str:
-        version = self._rounds.begun - self._settings.lag
+        version = self._rounds.begun - self._lag
         return f"version {version} of the weights ({self._version} is published)"
 
     async def _load(self) -> None:
@@ -271,7 +272,7 @@ class Schedule:
     async def _train(
         self, batch: Sequence[Rollout], columns: TrainBatch
     ) -> tuple[Stats, Mapping[int, float]]:
-        if not self._settings.lag:  # followers share the learner's weights
+        if not self._lag:  # followers may share the learner's weights
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
         async with deadline(self._settings.deadline_s, "the learner", ids):
@@ -290,6 +291,7 @@ class Schedule:
             async with deadline(self._settings.deadline_s, "the learner"):
                 self._weights = await self._learner.publish()
             self._version += 1
+            self._lag = self._controls.lag
             self._changed.set()
 
     async def _until(self, condition: Callable[[], bool], part: str, what: Text) -> None:
@@ -339,6 +341,7 @@ class Schedule:
             "ready": [[r.state_dict() for r in batch] for batch in self._ready],
             "counts": [r.next_id, self._steps, r.begun, self._version, self.loaded],
             "round_open": r.is_open,
+            "score_on": r.score_on,
             "evaluated": self._reported,
             "metrics": [dict(r.metrics), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
@@ -374,3 +377,6 @@ class Schedule:
         for name, controller in self._controls.controllers.items():
             if state.get(name):
                 controller.load_state_dict(state[name])
+        self._lag = self._controls.lag
+        rounds.score_on = state.get("score_on", self._settings.score_on)
+        self._scoring.begin_round(rounds.score_on, ())

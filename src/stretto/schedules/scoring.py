@@ -217,23 +217,18 @@ class ReplicaQueue:
 
 
 class _ScorerGroup:
-    """The replicas of one scorer. They follow rollouts chunk by chunk if ``score_on`` is ``chunk``,
-    the scorer streams, and no replica delays the decoding of a host. Otherwise they draw complete
-    rollouts from a backlog.
+    """The replicas of one scorer. They can follow rollouts chunk by chunk if the scorer streams, and
+    no replica delays the decoding of a host. Otherwise they draw complete rollouts from a backlog.
     """
 
-    def __init__(
-        self, queues: Sequence[ReplicaQueue], score_on: ScoreOn, context: RoleContext
-    ) -> None:
+    def __init__(self, queues: Sequence[ReplicaQueue], context: RoleContext) -> None:
         self.queues, self._context = queues, context
         self.follows = queues[0].scorer.info.follows
-        self.streams = score_on == "chunk" and all(
-            queue.host is None and queue.scorer.info.streams for queue in queues
-        )
+        self.streams = all(queue.host is None and queue.scorer.info.streams for queue in queues)
         self.queue_of: dict[int, ReplicaQueue] = {}
         self.backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
-        self._rounds: deque[int] = deque()  # of the backlog by round, if score_on is batch
+        self._rounds: deque[int] = deque()  # of the backlog, by round with score_on = "batch"
         for queue in queues:
             queue.group = self
 
@@ -295,8 +290,9 @@ class _ScorerGroup:
                 new_queue.call()
         return True
 
-    def end_round(self, rollouts: Sequence[Rollout]) -> None:
-        self._rounds.append(sum(map(self.scores, rollouts)))
+    def end_round(self) -> None:
+        if new := len(self.backlog) - sum(self._rounds):
+            self._rounds.append(new)
 
     def draw(self) -> list[Rollout]:
         """Return one replica's share of a round, so that replicas free later get work, too."""
@@ -315,7 +311,8 @@ class Scoring:
     """All scorers of a run. With ``chunk`` they get rollouts at dispatch and follow their tokens,
     with ``rollout`` each when it has ended, with ``batch`` when all have. A frozen scorer gets the
     request for a score when a rollout ends. One that follows a trained model gets it when the
-    rollout is chosen for a round, so that all values of a batch come from one version.
+    rollout is chosen for a round, so that all values of a batch come from one version. ``score_on``
+    may change between rounds.
     """
 
     def __init__(
@@ -331,12 +328,13 @@ class Scoring:
         self.on_scored: Callable[[Rollout], None] | None = None  # called once it has all scores
         self._rollouts: dict[int, Rollout] = {}
         self._answers: set[int] = set()  # ids of the newest evaluation
+        self._early: set[int] = set()  # ids of unscored rollouts requested at their end
         self._delivered = asyncio.Event()
         self.queues = [ReplicaQueue(replica, self._deliver, context) for replica in replicas]
         by_name: dict[tuple[bool, str], list[ReplicaQueue]] = {}
         for replica, queue in zip(replicas, self.queues, strict=True):
             by_name.setdefault((replica.held_out, queue.scorer.info.name), []).append(queue)
-        groups = {key: _ScorerGroup(queues, score_on, context) for key, queues in by_name.items()}
+        groups = {key: _ScorerGroup(queues, context) for key, queues in by_name.items()}
         self._groups = [group for (held_out, _), group in groups.items() if not held_out]
         self._evaluating = [  # the groups that score evaluations
             groups.get((True, name), group)
@@ -346,6 +344,15 @@ class Scoring:
         self._streaming = [group for group in self._groups if group.streams]
         self._following = [group for group in self._groups if group.follows]
         self._frozen = [group for group in self._groups if not group.follows]
+
+    def begin_round(self, score_on: ScoreOn, ended: Iterable[Rollout]) -> None:
+        """Score rollouts on this event from now on, including ``ended`` ones of earlier rounds."""
+        if score_on == self._score_on:
+            return
+        self._score_on = score_on
+        for rollout in ended:
+            if rollout.id not in self._early and not self.is_scored(rollout):
+                self.ended(rollout)
 
     async def pause_followers(self) -> None:
         """Pause scorers that follow a trained model, until they load its next weights."""
@@ -358,8 +365,9 @@ class Scoring:
 
     def dispatched(self, rollouts: Iterable[Rollout]) -> None:
         """Admit rollouts about to be decoded to streaming scorers."""
+        groups = self._streaming if self._score_on == "chunk" else ()
         for rollout in rollouts:
-            for group in self._streaming:
+            for group in groups:
                 if rollout.id not in group.queue_of:  # otherwise its episode has started again
                     group.admit(rollout)
 
@@ -380,10 +388,13 @@ class Scoring:
 
     def extended(self, chunk: Chunk) -> None:
         for group in self._streaming:
-            group.queue_of[chunk.rollout_id].extend(chunk)
+            if queue := group.queue_of.get(chunk.rollout_id):  # otherwise dispatched earlier
+                queue.extend(chunk)
 
     def ended(self, rollout: Rollout) -> None:
         if self._score_on != "batch":
+            if self._frozen:
+                self._early.add(rollout.id)
             self._ask(rollout, self._frozen)
 
     def chosen(self, rollout: Rollout) -> None:
@@ -394,10 +405,10 @@ class Scoring:
         """Request (for ``batch``) or hurry the scores of a round whose rollouts have all ended."""
         if self._score_on == "batch":
             for rollout in batch:
-                self._ask(rollout, self._groups)
-            if batch:
-                for group in self._groups:
-                    group.end_round(batch)
+                early = rollout.id in self._early
+                self._ask(rollout, self._following if early else self._groups)
+            for group in self._groups:
+                group.end_round()
         for group in self._groups:
             group.hurry()
 
@@ -408,7 +419,7 @@ class Scoring:
             self._ask(rollout, self._evaluating)
         for group in self._evaluating:
             if self._score_on == "batch":
-                group.end_round(answers)
+                group.end_round()
             group.hurry()
         await self.all_scored(answers)
 
@@ -453,6 +464,7 @@ class Scoring:
             rollout.scores[score.source] = score
             if self.is_scored(rollout):
                 del self._rollouts[rollout.id]
+                self._early.discard(rollout.id)
                 if self.on_scored:
                     self.on_scored(rollout)
         self._delivered.set()
