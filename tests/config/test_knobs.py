@@ -43,6 +43,7 @@ def test_the_presets() -> None:
         "async": Knobs(score_on="rollout", overcommit=0, lag=1, migrate="off", hold="keep"),
         "rlhfuse": Knobs(score_on="rollout", overcommit=0, lag=0, migrate="auto", hold="keep"),
         "stretto": Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto", hold="auto"),
+        "auto": Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="off", hold="auto"),
     }
     assert tuple(PRESETS) == get_args(PresetName)
     assert ScheduleConfig().knobs == Knobs()
@@ -129,6 +130,11 @@ FOLLOWS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"overlaps", "scores_beside"},
         {"overlaps", "migrates", "scores_beside"},
     ),
+    "auto": (
+        {"streams", "scores_early", "trains_beside", "copies_weights"},
+        {"overlaps", "scores_beside"},
+        {"overlaps", "scores_beside"},
+    ),
 }
 """What is true of a preset: always, with one engine, with three."""
 
@@ -191,8 +197,49 @@ def test_the_variants_of_a_comparison() -> None:
         ("oppo-throughput", {"preset": "oppo", "overcommit_rule": "throughput"}),
         ("oppo-delta4", {"preset": "oppo", "overcommit": 4}),
         ("oppo-delta8", {"preset": "oppo", "overcommit": 8}),
+        ("auto", {"preset": "auto"}),
     ]
     assert DEFAULT_VARIANTS == "sync,oppo-no-intra,oppo-no-inter,oppo,async,stretto"
+
+
+def allowed(**settings: Any) -> set[tuple[str, int, int]]:
+    schedule = ScheduleConfig.model_validate({"preset": "auto", **settings})
+    return {(k.score_on, k.delta, k.lag) for k in schedule.round_knobs(8, 2)}
+
+
+def test_what_auto_may_choose_is_within_the_bound_on_data_age() -> None:
+    fresh = {("batch", 0, 0), ("rollout", 0, 0), ("chunk", 0, 0)}
+    assert allowed() == fresh
+    assert ScheduleConfig(preset="auto").knobs == Knobs("chunk", 0, 0, hold="auto")
+    # With one version, either lag or carried responses, whose groups of 2 fill delta up.
+    old = {(event, delta, 0) for event, _, _ in fresh for delta in (2, 4, 8)}
+    behind = {(event, 0, 1) for event, _, _ in fresh}
+    assert allowed(max_staleness=1) == fresh | old | behind
+    assert ScheduleConfig(preset="auto", max_staleness=1).carries == 1
+    both = {(event, delta, 1) for event, delta, _ in old}
+    assert allowed(max_staleness=3) == fresh | old | behind | both
+    assert ScheduleConfig(preset="auto", max_staleness=3).carries == 2
+    assert ScheduleConfig(preset="auto", max_staleness=30).carries == 8  # max_carries
+
+
+def test_auto_keeps_the_knobs_that_are_set_by_hand() -> None:
+    assert allowed(score_on="rollout") == {("rollout", 0, 0)}
+    assert allowed(max_staleness=2, lag=1, score_on="batch") == {
+        ("batch", delta, 1) for delta in (0, 2, 4, 8)
+    }
+    assert allowed(max_staleness=1, overcommit=4, score_on="batch") == {("batch", 4, 0)}
+    assert {event for event, *_ in allowed(migrate="auto")} == {"batch", "rollout"}
+    assert {event for event, *_ in allowed(train_on="group")} == {"rollout", "chunk"}
+    for by_hand in ({"lag": 1}, {"overcommit": 1}, {"lag": 2, "max_staleness": 1}):
+        with raises(ConfigError, "beyond-max-staleness"):
+            recipes.build({"schedule": {"preset": "auto", **by_hand}}, "a test")
+
+
+def test_the_bound_on_data_age_alone_changes_nothing() -> None:
+    schedule = ScheduleConfig(preset="oppo", max_staleness=1)
+    assert schedule.knobs == PRESETS["oppo"].knobs
+    assert schedule.carries == 8
+    assert any("max_staleness" in remark for remark in schedule.remarks)
 
 
 def test_the_documented_tables_are_these() -> None:

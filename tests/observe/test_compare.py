@@ -25,7 +25,7 @@ from stretto.api import runs
 from stretto.api.runs import VARIANTS, Job, config_of_job
 from stretto.cli.compare import DEFAULT_VARIANTS, plan
 from stretto.cli.main import main
-from stretto.config import PRESETS, Config, Knobs, recipes
+from stretto.config import PRESETS, Config, Knobs, ScheduleConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
 from stretto.observe.comparison import (
@@ -401,8 +401,8 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
     assert knobs("sync") == Knobs("batch", 0, 0, "off")
     assert knobs("oppo-no-intra") == Knobs("batch", "auto", 0, "off")
     assert knobs("oppo-no-inter") == Knobs("chunk", 0, 0, "off")
-    for name, preset in PRESETS.items():
-        assert knobs(name) == preset.knobs
+    for name in PRESETS:
+        assert knobs(name) == ScheduleConfig(preset=name).knobs
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,19 @@ class Scripted(Stateful):
     def knobs(self) -> RoundKnobs:
         return self._values[min(self._place, len(self._values) - 1)]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def take_news(self) -> Sequence[str]:
+        return [f"place {self._place}"]
+
     def observe(self, feedback: Feedback) -> None:
         self._place += 1
 
 
 def schedule_of(world: World, values: Sequence[RoundKnobs], steps: int) -> Schedule:
-    limits = Settings(
-        BATCH, 1, 100, steps, score_on="chunk", lag=MOST_LAG, max_carries=CARRIES
-    )
+    limits = Settings(BATCH, 1, 100, steps, score_on="chunk", lag=MOST_LAG, max_carries=CARRIES)
     return Schedule(
         world.next_prompt,
         [FakeGenerator(world, i) for i in range(2)],
@@ -125,6 +130,7 @@ def test_a_change_of_lag_takes_effect_in_the_next_round(
     lags: list[int], versions: list[int]
 ) -> None:
     steps = taken([5], [RoundKnobs("rollout", lag=lag) for lag in lags])
+    assert [step.decisions for step in steps] == [[f"place {i}"] for i in range(1, len(lags) + 1)]
     assert [min(step.batch[0].versions) for step in steps] == versions
 
 

@@ -43,7 +43,7 @@ def _variants(*, several_engines: bool) -> dict[str, dict[str, object]]:
     """Return presets, each preceded by its ablations: the preset without one of its parts."""
     variants: dict[str, dict[str, object]] = {}
     for name, preset in PRESETS.items():
-        if preset.several_engines == several_engines:
+        if preset.several_engines == several_engines and name != "auto":  # which tries many
             for part, knob in preset.parts.items():
                 variants[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
             variants[name] = {"preset": name}
@@ -62,7 +62,7 @@ OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
 """Rules for the delta of 'oppo' other than its default 'equation4'."""
 
 VARIANTS: Mapping[str, Mapping[str, object]] = (
-    ONE_ENGINE | _variants(several_engines=True) | OVERCOMMIT_RULES
+    ONE_ENGINE | _variants(several_engines=True) | OVERCOMMIT_RULES | {"auto": {"preset": "auto"}}
 )
 """Schedule settings by name."""
 

@@ -134,7 +134,7 @@ def controls(run: ScheduledRun) -> Controls:
         lag=s.knobs.lag,
         train_on=s.knobs.train_on,
         weight_sync_interval=s.weight_sync_interval,
-        max_carries=s.max_carries,
+        max_carries=s.carries,
         deadline_s=s.deadline_s,
         most_overcommit=s.largest_overcommit(run.settings.batch),
     )
@@ -158,8 +158,8 @@ def _controller(name: Controlled, run: ScheduledRun) -> Any:
 
 def _chunk(run: ScheduledRun) -> ChunkSize:
     s, sizes = run.schedule, OF_TURNS if run.settings.episodes else OF_RESPONSES
-    if s.chunk_tokens:
-        return FixedChunk(s.chunk_tokens)
+    if s.chunk_tokens or s.preset == "auto":  # whose tuner replaces it
+        return FixedChunk(s.chunk_tokens or run.settings.max_new_tokens)
     return TunedChunk(sizes, s.chunk_window, max_new_tokens=run.settings.max_new_tokens)
 
 
@@ -173,7 +173,7 @@ def _hold(run: ScheduledRun) -> HoldPolicy | None:
 def _overcommit(run: ScheduledRun) -> overcommit.Overcommit:
     s, sizes = run.schedule, run.settings
     high = s.largest_overcommit(sizes.batch)
-    if s.knobs.overcommit != "auto":
+    if s.knobs.overcommit != "auto" or s.preset == "auto":  # whose tuner replaces it
         return overcommit.FixedOvercommit(high)
     start, low = s.first_overcommit(sizes.batch), s.overcommit_min
     match s.overcommit_rule:

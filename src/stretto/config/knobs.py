@@ -6,9 +6,10 @@ A knob is a field of :class:`Knobs`, an entry of :data:`KNOBS`, and a setting of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -30,7 +31,7 @@ ScoreOn = Literal["batch", "rollout", "chunk"]
 TrainOn = Literal["batch", "group"]
 Controlled = Literal["chunk_tokens", "overcommit", "migrate", "hold"]
 """Settings whose value a controller may choose."""
-PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
+PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto", "auto"]
 Need = Literal["scoring worker", "training worker", "weights", "engines"]
 """Needs of a knob, in order: scorers that work during generation, a learner that works during
 generation, separate weights for generators (and the critic as a scorer), several engines.
@@ -190,8 +191,13 @@ PRESETS: Mapping[PresetName, Preset] = {
     "stretto": Preset(
         Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto", hold="auto"), "all of it"
     ),
+    "auto": Preset(
+        Knobs(score_on="chunk", overcommit="auto", lag=1, hold="auto"),
+        "as the run's own simulation predicts to be fastest, within max_staleness",
+    ),
 }
-"""Every preset, by name. docs/schedules.md names their sources."""
+"""Every preset, by name. docs/schedules.md names their sources. Of ``auto``, these are the most
+that it may use."""
 
 _PRESET_HELP = "What the six knobs are where they say 'preset'. " + " ".join(
     f"{name}: {preset.help}." for name, preset in PRESETS.items()
@@ -226,6 +232,7 @@ class Settings:
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
         most_overcommit: responses beyond the batch for which engines have room. ``None``: any.
+        score_on, lag: the most that a tuner may use, or the values without one.
     """
 
     batch: int
@@ -274,6 +281,9 @@ class ScheduleConfig(Section):
     migrate: Literal["preset", "off", "auto"] | Fraction = _from_preset("migrate")
     hold: Literal["preset", "keep", "offload", "remake", "auto"] = _from_preset("hold")
     train_on: Literal["preset", TrainOn] = _from_preset("train_on")
+    max_staleness: NonNegativeInt = 0
+    """Versions of the weights by which tokens may be older than the learner's, with preset =
+    "auto". 0: the data stay on-policy, so that neither lag nor overcommit is used."""
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two checks for ended ones, and that are streamed at a
     time; 0 tries several sizes and keeps the best."""
@@ -324,7 +334,49 @@ class ScheduleConfig(Section):
     def knobs(self) -> Knobs:
         settings = {name: getattr(self, name) for name in KNOBS}
         by_hand = {name: value for name, value in settings.items() if value != "preset"}
+        if self.preset == "auto":
+            by_hand = {**self._most_allowed, **by_hand}
         return replace(PRESETS[self.preset].knobs, **by_hand)
+
+    @property
+    def _most_allowed(self) -> Mapping[str, object]:
+        """Limits of the preset ``auto``, by the knobs that are lower than its most."""
+        limits: dict[str, object] = {}
+        if self.migrate not in ("preset", *KNOBS["migrate"].off):
+            limits["score_on"] = "rollout"  # scorers live with the engines, and cannot stream
+        if self.max_staleness == 0:
+            limits |= {"overcommit": 0, "lag": 0}
+        return limits
+
+    @property
+    def carries(self) -> int:
+        """``max_carries``, as far as ``max_staleness`` allows."""
+        if self.preset != "auto":
+            return self.max_carries
+        return max(1, min(self.max_carries, self.max_staleness - self.knobs.lag))
+
+    def round_knobs(self, batch: int, samples_per_prompt: int) -> Iterator[RoundKnobs]:
+        """Yield the values that ``preset = "auto"`` may choose from, without chunk sizes."""
+        most = self.knobs
+        by_hand = {name for name in KNOBS if getattr(self, name) != "preset"}
+        events = [most.score_on] if "score_on" in by_hand else get_args(ScoreOn)
+        if most.on("train_on"):
+            events = [event for event in events if event != "batch"]
+        largest = self.largest_overcommit(batch)
+        deltas = {0, largest}
+        if most.overcommit == "auto":
+            deltas = {min(ceil_div(batch, part), largest) for part in (8, 4, 2, 1)}
+            deltas = {
+                0,
+                *(ceil_div(delta, samples_per_prompt) * samples_per_prompt for delta in deltas),
+            }
+        elif "overcommit" in by_hand:
+            deltas = {largest}
+        lags = [most.lag] if "lag" in by_hand else range(most.lag + 1)
+        for score_on, delta, lag in product(events, sorted(deltas), lags):
+            fresh = lag + (self.carries if delta else 0) <= self.max_staleness
+            if fresh and not (score_on == "chunk" and not most.streams):
+                yield RoundKnobs(score_on, delta, lag)
 
     @property
     def asks_to_migrate(self) -> bool:
@@ -334,10 +386,12 @@ class ScheduleConfig(Section):
     def own_controllers(self) -> Mapping[Controlled, str]:
         """The user's own controllers, for the settings left to a controller."""
         automatic = {"chunk_tokens": 0}
+        tuned = ("chunk_tokens", "overcommit") if self.preset == "auto" else ()
         return {
             name: source
             for name, source in self.controllers.items()
             if getattr(self.knobs, name, self.chunk_tokens) == automatic.get(name, "auto")
+            and name not in tuned
         }
 
     def largest_overcommit(self, batch: int) -> int:
@@ -354,9 +408,17 @@ class ScheduleConfig(Section):
         return self.overcommit_start or max(half, self.overcommit_min)
 
     def rules(self, broken: Rules) -> None:
-        """Check that a learner that starts on groups gets scored ones in time."""
+        """Check that a learner that starts on groups gets scored ones in time, and that values
+        by hand are within ``max_staleness``."""
         knobs, interval = self.knobs, self.weight_sync_interval
         on_groups = knobs.on("train_on")
+        age = knobs.lag if self.lag != "preset" else 0
+        age += self.overcommit not in ("preset", 0)
+        broken["beyond-max-staleness"] = (self.preset == "auto" and age > self.max_staleness) and (
+            f"schedule.lag and schedule.overcommit, set by hand, train on tokens that are {age} "
+            f"versions old, and schedule.max_staleness = {self.max_staleness}; raise it, or leave "
+            "the knobs to schedule.preset = 'auto'"
+        )
         broken["group-before-scores"] = (on_groups and not knobs.scores_early) and (
             "schedule.train_on = 'group' needs scores while other responses are decoded; set "
             "schedule.score_on = 'rollout' or 'chunk'"
@@ -384,7 +446,7 @@ class ScheduleConfig(Section):
             f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
             "else the batch); choose one between them, or 0"
         )
-        size, carries = batch * self.weight_sync_interval, self.max_carries
+        size, carries = batch * self.weight_sync_interval, self.carries
         delta = self.largest_overcommit(batch)
         name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
         broken["overcommit-beyond-carries"] = delta > carries * size and (
@@ -410,6 +472,14 @@ class ScheduleConfig(Section):
         for name in self.controllers.keys() - self.own_controllers:
             auto = 0 if name == "chunk_tokens" else "'auto'"
             remarks.append(
-                f"schedule.controllers: '{name}' has no effect unless schedule.{name} = {auto}"
+                f"schedule.controllers: '{name}' has no effect unless schedule.{name} = {auto}, or "
+                "with schedule.preset = 'auto', whose tuner replaces those of chunk_tokens and "
+                "overcommit"
+                if self.preset == "auto"
+                else f"schedule.controllers: '{name}' has no effect unless schedule.{name} = {auto}"
+            )
+        if self.max_staleness and self.preset != "auto":
+            remarks.append(
+                "without effect unless schedule.preset is 'auto': schedule.max_staleness"
             )
         return remarks

@@ -130,7 +130,8 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
             f"{rollout.batch // training.minibatches}"
         )
         knobs = schedule.knobs.describe(rollout.engines, episodes=bool(config.environment.sources))
-        last = f"schedule: {schedule.preset}: {knobs}; runtime {config.runtime}"
+        most = "at most " if schedule.preset == "auto" else ""
+        last = f"schedule: {schedule.preset}: {most}{knobs}; runtime {config.runtime}"
     else:
         pairs = isinstance(config, RewardModelConfig)
         kind = "a reward model" if pairs else "supervised fine-tuning"

@@ -27,6 +27,7 @@ from stretto.observe.recorder import extra_by_source, extra_means, scores_by_sou
 from stretto.observe.run_directory import TrainResult
 from stretto.observe.spans import DRIVER_CPU, Span
 from stretto.observe.transcripts import transcript
+from stretto.planner.live import LiveRecording
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import StoppedError, saved_at_the_end
@@ -92,7 +93,7 @@ def train(
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         gate = EventGate(_tape(config, run_dir, first), script)
-        running = start(config, stack, progress, overrides, run_dir.path, gate)
+        running = start(config, stack, progress, overrides, run_dir.path, gate, LiveRecording)
         if overrides.warmup and overrides.warmup.exists():
             files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
         run_dir.add_to_machine(thread_scaling=running.workers.thread_scaling)
@@ -326,7 +327,7 @@ class _TrainingLoop:
             rollouts=[*step.batch, *step.rejected, *step.skipped],
             rewards=step.rewards,
         )
-        for line in step.losses:
+        for line in (*step.losses, *step.decisions):
             recorder.note(f"step {self.done}: {line}")
         if eager:
             recorder.note(

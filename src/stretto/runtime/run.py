@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from stretto.runtime.placement import RolePlacement
 from stretto.runtime.process_messages import MoveRates
 from stretto.runtime.processes import MemoryWatch, ProcessWorkers
 from stretto.runtime.role_services import GeneratorService, ScorerService
+from stretto.runtime.sim.tuning import AutoTuner, CostModel
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
 from stretto.runtime.thread_workers import ThreadWorkers
@@ -68,6 +69,7 @@ SAVE_S = 3600.0  # time limit for writing the model
 COPY_GAIN = 100.0  # assumed speed of copying a KV cache in memory, relative to prefill
 
 Workers = ThreadWorkers | ProcessWorkers
+CostsOf = Callable[[Config, Spans, EventGate], CostModel]
 
 
 class DriverState(NamedTuple):
@@ -220,9 +222,10 @@ def start(
     overrides: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
     gate: EventGate | None = None,
+    costs_of: CostsOf | None = None,
 ) -> Run:
     """Assemble a run on the configured runtime. Its processes log to ``folder``. The outcomes of
-    its roles' calls pass ``gate``.
+    its roles' calls pass ``gate``. ``costs_of`` is needed to train with the preset ``auto``.
     """
     prepare_torch(config.seed, config.threads)
     prompts = open_prompts(config, overrides, say)
@@ -256,12 +259,16 @@ def start(
     _note_facts(config, executors, gate)
     if workers.groups:
         _sync_first(sync, workers, say)
+    controls = _controls(config, workers, kv_router, judges, gate)
+    if config.schedule.preset == "auto" and costs_of:
+        costs = costs_of(config, spans, gate)
+        controls = replace(controls, tuner=AutoTuner(config.schedule, controls.settings, costs))
     schedule = Schedule(
         prompts.next,
         generators,
         replicas,
         LearnerClient(LEARNER, LEARNER, executors[LEARNER], spans, gate),
-        _controls(config, workers, kv_router, judges, gate),
+        controls,
         gate,
         WorkSpans(spans) if gate.script else spans,
         workers.ready.refs,

@@ -38,6 +38,7 @@ class Feedback:
     seconds: float  # of the full round
     overhead_s: float  # the part without decoding
     beyond: int = 0  # rollouts in flight beyond a round's size when the newest round started
+    trained: Sequence[Rollout] = ()  # that the learner trained on
 
 
 class Controller(Protocol):
@@ -89,6 +90,7 @@ class Meter(Stateful):
         self._generating_since_s: float | None = None
         self._rewards: list[float] = []
         self._lengths: list[int] = []
+        self._trained: list[Rollout] = []
         self._beyond = 0
 
     @contextmanager
@@ -107,7 +109,8 @@ class Meter(Stateful):
     def ended(self, rollout: Rollout) -> None:
         self._lengths.append(len(rollout))
 
-    def trained(self, stats: Stats) -> None:
+    def trained(self, batch: Sequence[Rollout], stats: Stats) -> None:
+        self._trained += batch
         self._rewards.append(stats[REWARD])
 
     def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:
@@ -120,8 +123,11 @@ class Meter(Stateful):
         seconds, self._round_start_s = now_s - self._round_start_s, now_s
         overhead_s = max(seconds - generated_s, 0.0)
         reward = fmean(self._rewards)
-        feedback = Feedback(reward, self._lengths, decode, seconds, overhead_s, self._beyond)
+        feedback = Feedback(
+            reward, self._lengths, decode, seconds, overhead_s, self._beyond, self._trained
+        )
         self._rewards, self._lengths = [], []
+        self._trained = []
         return feedback
 
     def metrics(self, batch: Sequence[Rollout]) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from stretto.config.knobs import RoundKnobs, ScoreOn, Settings
 from stretto.errors import ConfigError
@@ -17,11 +17,18 @@ from stretto.schedules.overcommit import Overcommit
 
 
 class Tuner(Controller, Protocol):
-    """Controller that sets several knobs for each round. It may use less than the settings allow."""
+    """Controller that sets several knobs for each round, up to the settings' values."""
 
     @property
     def knobs(self) -> RoundKnobs:
         """Return the knobs of the next round to start."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return metrics of the latest decision."""
+
+    def take_news(self) -> Sequence[str]:
+        """Return a line about each decision since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,18 @@ class Controls:
     def observe(self, feedback: Feedback) -> None:
         for controller in filter(None, (self.chunk, self.overcommit, self.migration, self.tuner)):
             controller.observe(feedback)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of a tuner's round: its knobs without those that all rounds report."""
+        if self.tuner is None:
+            return {}
+        score_on = float(get_args(ScoreOn).index(self.score_on))
+        knobs = {"schedule/lag": float(self.lag), "schedule/score_on": score_on}
+        return {**knobs, **self.tuner.metrics}
+
+    def take_news(self) -> Sequence[str]:
+        return self.tuner.take_news() if self.tuner else ()
 
     @property
     def controllers(self) -> Mapping[str, Controller | HoldPolicy]:

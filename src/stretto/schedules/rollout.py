@@ -574,3 +574,4 @@ class Step:
     stats: Stats  # metrics of learner and schedule
     rewards: Mapping[int, float]  # of the batch, by id, as trained on
     losses: Sequence[str] = ()  # a line about each process lost since the last step
+    decisions: Sequence[str] = ()  # a line about each one of a tuner since then

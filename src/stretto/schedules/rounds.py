@@ -108,7 +108,7 @@ class Rounds(Ledger):
         no slot: up to twice as many, and no more than can be trained on in time.
         """
         self.begun, self.is_open = self.begun + 1, True
-        self.metrics = {"schedule/overcommit": float(delta)}
+        self.metrics = {"schedule/overcommit": float(delta), **self._controls.metrics}
         self.score_on = self._controls.score_on
         self._scoring.begin_round(self.score_on, (r for r in self.buffer if r.finish))
         self._gathered = set()

@@ -136,7 +136,8 @@ class Schedule:
         rejections = {"rejected": float(rejected_so_far)}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
         stats = {**stats, **metrics, **episode_metrics(trainable), **self.fleet.metrics()}
-        return Step(trainable, rejected, skipped, stats, rewards, self.fleet.losses())
+        losses, decisions = self.fleet.losses(), self._controls.take_news()
+        return Step(trainable, rejected, skipped, stats, rewards, losses, decisions)
 
     async def evaluated(self) -> None:
         """Wait for the evaluation of the newest weights, if due."""
@@ -280,7 +281,7 @@ class Schedule:
         with self._tracer.span(DRIVER, f"{DRIVER}/books", items=len(batch)):
             for rollout in batch:
                 self._rounds.move(rollout, RolloutState.TRAINED)
-            self._meter.trained(output.stats)
+            self._meter.trained(batch, output.stats)
         return output.stats, dict(zip(ids, output.rewards.tolist(), strict=True))
 
     async def _publish(self) -> None:

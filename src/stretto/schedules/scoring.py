@@ -217,7 +217,7 @@ class ReplicaQueue:
 
 
 class _ScorerGroup:
-    """The replicas of one scorer. They can follow rollouts chunk by chunk if the scorer streams, and
+    """The replicas of one scorer. They can follow rollouts chunk by chunk if the scorer streams and
     no replica delays the decoding of a host. Otherwise they draw complete rollouts from a backlog.
     """
 

@@ -209,6 +209,10 @@ const CURVES = [
   ["perf/samples_per_s", "Samples per second", { zero: true }],
   ["schedule/overcommit", "Over-commitment: responses in flight beyond the batch", { stepped: true, zero: true }],
   ["schedule/chunk_tokens", "Chunk size [tokens]", { stepped: true, zero: true }],
+  ["schedule/score_on", "Scored on: 0 batch, 1 rollout, 2 chunk", { stepped: true, zero: true }],
+  ["schedule/lag", "Lag [versions]", { stepped: true, zero: true }],
+  ["schedule/predicted", "Predicted speedup of the last trial", { stepped: true }],
+  ["schedule/measured", "Measured speedup of the last trial", { stepped: true }],
   ["schedule/carried", "Responses carried into the next step", { stepped: true, zero: true }],
   ["staleness/mean", "Staleness, mean [versions]", { zero: true }],
 ];

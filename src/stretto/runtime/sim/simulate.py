@@ -59,6 +59,7 @@ class SimResult:
         idle_s: seconds in which it did not, by (role, cause).
         device_utilisation: share of the makespan in which a device worked, by number.
         ledger: dispatched, trained and in flight, and rejected by reason.
+        decisions: of the preset ``auto``: the step at whose end each was made, and a line about it.
     """
 
     steps: Sequence[Stats]
@@ -69,6 +70,7 @@ class SimResult:
     idle_s: Mapping[tuple[str, str], float]
     device_utilisation: Sequence[float]
     ledger: Mapping[str, Any]
+    decisions: Sequence[tuple[int, str]] = ()
 
 
 class _DriverSpans(Spans):
@@ -113,11 +115,13 @@ async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult
     roles = make_roles(cluster, spans)
     schedule = make_schedule(cluster, roles, spans)
     steps = []
+    decisions: list[tuple[int, str]] = []
     async with schedule:
-        for _ in range(min(limit, cluster.workload.steps)):
+        for number in range(1, 1 + min(limit, cluster.workload.steps)):
             step = await schedule.step()
             with spans.span(DRIVER, RECORDS, items=len(step.batch)):
                 steps.append(step.stats)
+                decisions += [(number, line) for line in step.decisions]
             advance(1)
         makespan_s = clock.now()
     metrics = TimeSheet().add(Window(0.0, makespan_s, spans.records))
@@ -137,6 +141,7 @@ async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult
         idle_s={key.rpartition("/")[::2]: s for key, s in shares["idle_s"].items()},
         device_utilisation=[d.busy_s / makespan_s if makespan_s else 0.0 for d in roles.devices],
         ledger=schedule.ledger.state_dict(),
+        decisions=decisions,
     )
 
 
@@ -163,6 +168,11 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         turned = replace(turned, chunk=FixedChunk(*w.chunks))
     if w.deltas and schedule.knobs.overcommit == "auto":
         turned = replace(turned, overcommit=FixedOvercommit(*w.deltas))
+    if schedule.preset == "auto":
+        from stretto.runtime.sim.tuning import AutoTuner, DescribedCosts  # which simulates itself
+
+        tuner = AutoTuner(schedule, turned.settings, DescribedCosts(cluster))
+        turned = replace(turned, tuner=tuner)
     replicas, learner = roles.replicas, roles.learner
     lengths = Lengths(w.prompt_tokens, w.seed + 1)
     prompts = (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__

@@ -1,0 +1,343 @@
+"""The preset ``auto``: a run simulates itself between two rounds, and tries the fastest knobs.
+
+- It starts as ``sync``, and only uses values within the settings' bounds (``round_knobs``).
+- One decision is open at a time. A trial lasts until its speed is clear, and is ended early if it
+  is much slower. Its knobs are kept if they were faster than the knobs before.
+- Rejected knobs are not tried again for a number of rounds that doubles with each rejection.
+- No trial starts once all failed ones have cost 2 % of the run's rounds.
+- Decisions depend on the schedule's clock and on data of the schedule only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, replace
+from math import log
+from statistics import fmean
+from typing import Any, Protocol
+
+from stretto.config import ScheduleConfig
+from stretto.config.knobs import RoundKnobs, Settings
+from stretto.errors import StrettoError
+from stretto.observe.transcripts import turn_sizes
+from stretto.runtime.sim.cluster import Cluster, Workload
+from stretto.runtime.sim.faults import Faults
+from stretto.runtime.sim.lengths import Replayed
+from stretto.runtime.sim.simulate import simulate
+from stretto.schedules.chunking import SHORTEST
+from stretto.schedules.controller import Feedback
+from stretto.schedules.rollout import Rollout
+from stretto.stateful import Stateful
+from stretto.types import FORKS
+
+LEAST_ROUNDS = 3  # measured rounds before the first decision, and in a trial
+MOST_ROUNDS = 10  # of a trial whose speed is not clear
+UNCLEAR, FASTER = 0.05, 1.01  # distance of a speedup from 1 that is not clear, and that is kept
+REMEMBERED = 8  # latest rounds whose speeds and responses count
+EVERY = 16  # rounds between two decisions, and of a first rejection
+WORTH = 1.02  # predicted speedup that is worth a trial
+SLOW = 0.8  # a trial is ended after a round below this share of the speed before
+LOSS = 0.02  # share of the run's rounds that failed trials may cost
+DRIFT = 0.2  # relative change of speed or mean length that triggers a decision
+SHARE, FIRST_S = 0.01, 0.5  # of the run's time, and seconds at first, that simulations may take
+STEP_S, RESPONSE_S = 0.0015, 0.00012  # assumed seconds to simulate a step, and each response of it
+SEARCHED = 16  # knobs that a search simulates, about
+WARM = 4  # simulated rounds before a measurement if work is carried from round to round
+FIELDS = (("lag", "delta"), ("score_on", "chunk_tokens"))
+"""Knobs that the search changes together, one group at a time."""
+
+
+class CostModel(Protocol):
+    """The run as a cluster, whose workload and schedule are replaced."""
+
+    def observe(self, trained: Sequence[Rollout]) -> None:
+        """Learn from the round that has just ended."""
+
+    def cluster(self) -> Cluster:
+        """Return the roles, with present costs. Raises StateError if too little was recorded."""
+
+
+class DescribedCosts:
+    """The cost model of a run that is itself simulated: its description."""
+
+    def __init__(self, described: Cluster) -> None:
+        self._described = described
+
+    def observe(self, trained: Sequence[Rollout]) -> None:
+        """Learn nothing."""
+
+    def cluster(self) -> Cluster:
+        return self._described.model_copy(update={"faults": Faults()})
+
+
+class AutoTuner(Stateful):
+    """Tuner (:class:`~stretto.schedules.controls.Tuner`) that measures what it predicts."""
+
+    saved = (
+        "_round", "_elapsed_s", "_simulated_s", "_kept", "_trial", "_measured", "_predicted",
+        "_correction", "_settle", "_due", "_rejections", "_lost_rounds", "_responses", "_decided",
+        "_ratios",
+    )  # fmt: skip
+
+    def __init__(self, schedule: ScheduleConfig, settings: Settings, costs: CostModel) -> None:
+        self._schedule = schedule
+        self._settings = settings
+        self._costs = costs
+        choices = schedule.round_knobs(settings.batch, settings.samples_per_prompt)
+        self._choices = list(choices)
+        self._rounds_in_all = settings.steps // settings.weight_sync_interval
+        self._round = 0
+        self._elapsed_s = self._simulated_s = 0.0
+        first = self._choices[0]
+        self._kept = astuple(replace(first, chunk_tokens=self._chunks(settings.max_new_tokens)[-1]))
+        self._trial: tuple[Any, ...] = ()
+        self._measured: list[tuple[float, float, int]] = []  # rounds: tokens, seconds, responses
+        self._predicted = 1.0  # speedup of the trial
+        self._correction = 1.0  # measured speed of the knobs before it, relative to the simulated
+        self._settle = 1  # rounds to come that mix two settings, or have a run's one-time costs
+        self._due = 0
+        self._rejections: dict[str, tuple[int, int]] = {}  # until which round, and how many
+        self._lost_rounds = 0.0
+        self._responses: list[list[Any]] = []  # latest ones: see _remember
+        self._decided: list[float] = []  # mean length and speed at the last decision
+        self._ratios: list[float] = []  # predicted and measured speedup of the last trial
+        self._news: list[str] = []
+
+    @property
+    def knobs(self) -> RoundKnobs:
+        return RoundKnobs(*(self._trial or self._kept))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(zip(("schedule/predicted", "schedule/measured"), self._ratios, strict=False))
+
+    def take_news(self) -> Sequence[str]:
+        news, self._news = self._news, []
+        return news
+
+    def observe(self, feedback: Feedback) -> None:
+        self._round += 1
+        self._elapsed_s += feedback.seconds
+        count = self._remember(feedback.trained)
+        self._costs.observe(feedback.trained)
+        if self._settle or not count:
+            self._settle = max(self._settle - 1, 0)
+            return
+        tokens = sum(prompt + response for _, prompt, response, _ in self._responses[-count:])
+        self._measured.append((tokens, feedback.seconds, count))
+        if self._trial:
+            self._judge()
+            return
+        self._measured = self._measured[-REMEMBERED:]
+        if len(self._measured) >= LEAST_ROUNDS and (self._round >= self._due or self._drifted):
+            self._decide()
+
+    def _remember(self, trained: Sequence[Rollout]) -> int:
+        """Keep ids, prompt lengths, response lengths and turns, without further samples of an
+        episode. Returns their number."""
+        rollouts = [rollout for rollout in trained if rollout.id < FORKS]
+        for rollout in rollouts:
+            turns = [
+                [max(turn["tokens"], 1), turn["wait_s"], turn["context"]]
+                for turn in turn_sizes(rollout)
+            ]
+            row = [rollout.id, len(rollout.prompt.tokens), max(len(rollout), 1), turns]
+            self._responses.append(row)
+        size = self._settings.batch * self._settings.weight_sync_interval
+        self._responses = self._responses[-max(REMEMBERED * size, 64) :]
+        return len(rollouts)
+
+    @property
+    def _mean_length(self) -> float:
+        recent = self._responses[-2 * self._settings.batch * self._settings.weight_sync_interval :]
+        return fmean(tokens for _, _, tokens, _ in recent)
+
+    @property
+    def _drifted(self) -> bool:
+        if not self._decided:
+            return False
+        now = self._mean_length, speed(self._measured[-LEAST_ROUNDS:])
+        return any(abs(log(a / b)) > DRIFT for a, b in zip(now, self._decided, strict=True))
+
+    def _decide(self) -> None:
+        """Start a trial of the knobs that the simulation prefers, if any."""
+        left = self._rounds_in_all - self._round
+        if self._lost_rounds >= LOSS * self._rounds_in_all or left <= MOST_ROUNDS:
+            return
+        search_s = SEARCHED * self._seconds_to_simulate(WARM // 2 + self._rounds_known)
+        if self._simulated_s + search_s > FIRST_S + SHARE * self._elapsed_s:
+            return
+        self._due = self._round + EVERY
+        self._decided = [self._mean_length, speed(self._measured)]
+        try:
+            best, self._predicted = self._search()
+        except StrettoError:  # too little has been recorded
+            self._due = self._round + 1
+            return
+        if self._predicted >= WORTH:
+            self._trial = astuple(best)
+            self._measured = []
+            self._settle = settling(RoundKnobs(*self._kept), best)
+            self._news.append(f"auto: tries {text(best)}: predicted {self._predicted:.2f}x")
+
+    def _judge(self) -> None:
+        """Keep the trial's knobs, or go back, once it is clear which ones are faster."""
+        kept, trial = RoundKnobs(*self._kept), RoundKnobs(*self._trial)
+        rounds, ratio = len(self._measured), self._speedup(kept)
+        if ratio > SLOW:
+            unclear = abs(ratio - 1) < UNCLEAR and rounds < MOST_ROUNDS
+            if unclear or rounds < LEAST_ROUNDS:
+                return
+        self._ratios = [self._predicted, ratio]
+        ratios = f"predicted {self._predicted:.2f}x, measured {ratio:.2f}x"
+        self._trial = ()
+        if ratio > FASTER:
+            self._kept = astuple(trial)
+            self._due = self._round
+            self._news.append(f"auto: keeps {text(trial)}: {ratios}")
+        else:
+            count = self._rejections.get(repr(trial), (0, 0))[1] + 1
+            self._rejections[repr(trial)] = self._round + EVERY * 2 ** (count - 1), count
+            self._lost_rounds += (rounds + settling(kept, trial)) * (1 / ratio - 1)
+            self._settle = settling(trial, kept)
+            self._measured = []
+            self._due = self._round
+            self._news.append(f"auto: goes back to {text(kept)} from {text(trial)}: {ratios}")
+
+    def _speedup(self, kept: RoundKnobs) -> float:
+        """Return the trial's speed, relative to that of the knobs before on the same responses,
+        which is simulated, and corrected by the error of the simulation in their own rounds."""
+        counts = [count for *_, count in self._measured]
+        responses = sorted(self._responses[-sum(counts) :])
+        if not responses:
+            return 1.0
+        expected = self._simulated(self._costs.cluster(), kept, responses, len(counts))
+        return speed(self._measured) / (expected * self._correction)
+
+    def _search(self) -> tuple[RoundKnobs, float]:
+        """Return the best knobs by simulation, and their speedup. One group of knobs is changed at
+        a time, until no change is faster."""
+        cluster = self._costs.cluster()
+        kept = RoundKnobs(*self._kept)
+        speeds: dict[RoundKnobs, float] = {}
+        responses, rounds = sorted(self._responses), self._rounds_known
+
+        def simulated(knobs: RoundKnobs) -> float:
+            if knobs not in speeds:
+                speeds[knobs] = self._simulated(cluster, knobs, responses, rounds)
+            return speeds[knobs]
+
+        best = before = kept
+        self._correction = speed(self._measured) / simulated(kept)
+        while True:
+            for fields in FIELDS:
+                for knobs in self._others(best, fields):
+                    if simulated(knobs) > 1.005 * simulated(best):  # else rounding decides
+                        best = knobs
+            if best == before:
+                break
+            before = best
+        return best, simulated(best) / simulated(kept)
+
+    def _others(self, best: RoundKnobs, fields: Sequence[str]) -> Iterator[RoundKnobs]:
+        """Yield permitted knobs that differ in these fields only, and were not rejected."""
+        lengths = sorted(tokens for _, _, tokens, _ in self._responses)
+        for choice in self._choices:
+            plain = choice.score_on == "batch" and not choice.delta  # decodes in one call
+            sizes = () if plain else self._chunks(lengths[-1])
+            for tokens in dict.fromkeys([best.chunk_tokens, *sizes]):
+                knobs = replace(choice, chunk_tokens=tokens)
+                same = all(
+                    getattr(knobs, name) == getattr(best, name)
+                    for group in FIELDS
+                    for name in group
+                    if group != fields
+                )
+                until, _ = self._rejections.get(repr(knobs), (0, 0))
+                if same and knobs != best and self._round >= until:
+                    yield knobs
+
+    def _chunks(self, longest: int) -> list[int]:
+        """Return sizes to choose from: three parts of a long response, or the one by hand."""
+        if self._schedule.chunk_tokens:
+            return [self._schedule.chunk_tokens]
+        power = 1 << max(longest - 1, 1).bit_length()
+        return sorted({max(power // part, SHORTEST) for part in (32, 8, 2)})
+
+    @property
+    def _rounds_known(self) -> int:
+        size = self._settings.batch * self._settings.weight_sync_interval
+        return max(1, min(REMEMBERED, len(self._responses) // size))
+
+    def _seconds_to_simulate(self, rounds: int) -> float:
+        steps = rounds * self._settings.weight_sync_interval
+        return steps * (STEP_S + RESPONSE_S * self._settings.batch)
+
+    def _simulated(
+        self, cluster: Cluster, knobs: RoundKnobs, responses: Sequence[list[Any]], rounds: int
+    ) -> float:
+        """Return the tokens per second that are trained on in so many rounds."""
+        warm = WARM if knobs.lag or knobs.delta else 0
+        interval = self._settings.weight_sync_interval
+        steps = (warm + rounds) * interval
+        workload = workload_of(cluster.workload, responses, steps + interval)
+        schedule = fixed(self._schedule, knobs)
+        twin = cluster.model_copy(update={"workload": workload, "schedule": schedule})
+        self._simulated_s += self._seconds_to_simulate(warm + rounds)
+        with ThreadPoolExecutor(1) as apart:  # because this thread's event loop is running
+            result = apart.submit(simulate, twin, steps=steps).result()
+        measured = result.steps[warm * interval :]
+        tokens = sum(s["perf/throughput"] * s["timing_s/step"] for s in measured)
+        return tokens / sum(s["timing_s/step"] for s in measured)
+
+
+def workload_of(workload: Workload, responses: Sequence[list[Any]], steps: int) -> Workload:
+    """Return the workload with these responses (:meth:`AutoTuner._remember`), repeated."""
+    prompts = responses[:: workload.samples_per_prompt]
+    update: dict[str, Any] = {
+        "steps": steps,
+        "chunks": (),
+        "deltas": (),
+        "prompt_tokens": Replayed(tokens=tuple(max(tokens, 1) for _, tokens, _, _ in prompts)),
+        "response_tokens": Replayed(tokens=tuple(tokens for _, _, tokens, _ in responses)),
+    }
+    if workload.episodes:
+        turns = tuple(tuple(map(tuple, turns)) for *_, turns in responses if turns)
+        update["episodes"] = workload.episodes.model_copy(update={"recorded": turns})
+    return workload.model_copy(update=update)
+
+
+def fixed(schedule: ScheduleConfig, knobs: RoundKnobs) -> ScheduleConfig:
+    """Return the schedule with these knobs in every round."""
+    most = schedule.knobs
+    return schedule.model_copy(
+        update={
+            "preset": "sync",
+            "score_on": knobs.score_on,
+            "overcommit": knobs.delta,
+            "lag": knobs.lag,
+            "chunk_tokens": knobs.chunk_tokens,
+            "migrate": most.migrate,
+            "hold": most.hold,
+            "train_on": most.train_on,
+            "max_carries": schedule.carries,
+        }
+    )
+
+
+def settling(before: RoundKnobs, after: RoundKnobs) -> int:
+    """Return the rounds after a change until a round has only work of the new knobs: those under
+    way, one in which the learner meets the generator, and two that trains on more short responses.
+    """
+    return before.lag + (before.lag != after.lag) + 2 * (before.delta != after.delta)
+
+
+def speed(rounds: Sequence[tuple[float, float, int]]) -> float:
+    """Return the tokens per second of rounds."""
+    return sum(tokens for tokens, _, _ in rounds) / max(sum(s for _, s, _ in rounds), 1e-9)
+
+
+def text(knobs: RoundKnobs) -> str:
+    values = f"overcommit {knobs.delta}, lag {knobs.lag}, chunk tokens {knobs.chunk_tokens}"
+    return f"score on {knobs.score_on}, {values}"
