@@ -332,6 +332,7 @@ class ScheduleConfig(Section):
 
     @property
     def knobs(self) -> Knobs:
+        """Values of the knobs, or for ``preset = "auto"`` the most that it may use."""
         settings = {name: getattr(self, name) for name in KNOBS}
         by_hand = {name: value for name, value in settings.items() if value != "preset"}
         if self.preset == "auto":

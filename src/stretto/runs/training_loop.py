@@ -27,7 +27,7 @@ from stretto.observe.recorder import extra_by_source, extra_means, scores_by_sou
 from stretto.observe.run_directory import TrainResult
 from stretto.observe.spans import DRIVER_CPU, Span
 from stretto.observe.transcripts import transcript
-from stretto.planner.live import LiveRecording
+from stretto.planner.live_recording import LiveRecording
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import StoppedError, saved_at_the_end

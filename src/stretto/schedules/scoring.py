@@ -392,6 +392,7 @@ class Scoring:
                 queue.extend(chunk)
 
     def ended(self, rollout: Rollout) -> None:
+        """Request the scores of frozen scorers, unless a full round is scored together."""
         if self._score_on != "batch":
             if self._frozen:
                 self._early.add(rollout.id)
