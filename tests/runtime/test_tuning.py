@@ -23,7 +23,7 @@ from stretto.runtime.sim.simulate import SimResult, simulate
 from stretto.runtime.sim.tuning import AutoTuner, DescribedCosts, fixed, settling
 from stretto.runtime.sim.turns import AnswerLatency, SimEpisodes
 
-BATCH, STEPS, LATE = 8, 36, 20
+BATCH, STEPS, LATE = 8, 44, 20
 
 
 def cluster(
@@ -134,7 +134,7 @@ def test_it_goes_back_from_what_only_the_prediction_finds_faster(
 ) -> None:
     """The simulated scorer is slow, so that streaming pays, and the real one has costly calls."""
     told = cluster(**WORKLOADS["slow scorer"])
-    monkeypatch.setattr(DescribedCosts, "cluster", lambda self: told)
+    monkeypatch.setattr(DescribedCosts, "cluster", lambda self, number: told)
     costly = PrefillCost(call_s=0.5, token_s=1e-5)
     real = cluster(LENGTHS["constant"], schedule=ScheduleConfig(preset="auto"), steps=120)
     scorers = [scorer.model_copy(update={"cost": costly}) for scorer in real.scorers]
@@ -164,7 +164,7 @@ def test_its_state_continues_where_it_was(monkeypatch: pytest.MonkeyPatch) -> No
         again = AutoTuner(described.schedule, settings, DescribedCosts(described))
         again.load_state_dict(state)
         assert parse(dumps(again.state_dict())) == state
-        assert again.knobs == RoundKnobs(*(state["trial"] or state["kept"]))
+        assert again.knobs == RoundKnobs(*(state["trial"] or state["current"]))
 
 
 def test_two_runs_decide_alike() -> None:

@@ -196,8 +196,8 @@ PRESETS: Mapping[PresetName, Preset] = {
         "as the run's own simulation predicts to be fastest, within max_staleness",
     ),
 }
-"""Every preset, by name. docs/schedules.md names their sources. Of ``auto``, these are the most
-that it may use."""
+"""Every preset, by name. docs/schedules.md names their sources. Those of
+``auto`` are limits."""
 
 _PRESET_HELP = "What the six knobs are where they say 'preset'. " + " ".join(
     f"{name}: {preset.help}." for name, preset in PRESETS.items()
@@ -232,7 +232,7 @@ class Settings:
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
         most_overcommit: responses beyond the batch for which engines have room. ``None``: any.
-        score_on, lag: the most that a tuner may use, or the values without one.
+        score_on, lag: limits of a tuner, or the values without one.
     """
 
     batch: int
@@ -332,7 +332,7 @@ class ScheduleConfig(Section):
 
     @property
     def knobs(self) -> Knobs:
-        """Values of the knobs, or for ``preset = "auto"`` the most that it may use."""
+        """Values of the knobs, or limits of those that ``preset = "auto"`` chooses."""
         settings = {name: getattr(self, name) for name in KNOBS}
         by_hand = {name: value for name, value in settings.items() if value != "preset"}
         if self.preset == "auto":
@@ -341,7 +341,7 @@ class ScheduleConfig(Section):
 
     @property
     def _most_allowed(self) -> Mapping[str, object]:
-        """Limits of the preset ``auto``, by the knobs that are lower than its most."""
+        """Limits of the preset ``auto`` that are lower than those of :data:`PRESETS`, by knob."""
         limits: dict[str, object] = {}
         if self.migrate not in ("preset", *KNOBS["migrate"].off):
             limits["score_on"] = "rollout"  # scorers live with the engines, and cannot stream
@@ -358,14 +358,14 @@ class ScheduleConfig(Section):
 
     def round_knobs(self, batch: int, samples_per_prompt: int) -> Iterator[RoundKnobs]:
         """Yield the values that ``preset = "auto"`` may choose from, without chunk sizes."""
-        most = self.knobs
+        limits = self.knobs
         by_hand = {name for name in KNOBS if getattr(self, name) != "preset"}
-        events = [most.score_on] if "score_on" in by_hand else get_args(ScoreOn)
-        if most.on("train_on"):
+        events = [limits.score_on] if "score_on" in by_hand else get_args(ScoreOn)
+        if limits.on("train_on"):
             events = [event for event in events if event != "batch"]
         largest = self.largest_overcommit(batch)
         deltas = {0, largest}
-        if most.overcommit == "auto":
+        if limits.overcommit == "auto":
             deltas = {min(ceil_div(batch, part), largest) for part in (8, 4, 2, 1)}
             deltas = {
                 0,
@@ -373,10 +373,10 @@ class ScheduleConfig(Section):
             }
         elif "overcommit" in by_hand:
             deltas = {largest}
-        lags = [most.lag] if "lag" in by_hand else range(most.lag + 1)
+        lags = [limits.lag] if "lag" in by_hand else range(limits.lag + 1)
         for score_on, delta, lag in product(events, sorted(deltas), lags):
             fresh = lag + (self.carries if delta else 0) <= self.max_staleness
-            if fresh and not (score_on == "chunk" and not most.streams):
+            if fresh and not (score_on == "chunk" and not limits.streams):
                 yield RoundKnobs(score_on, delta, lag)
 
     @property

@@ -97,6 +97,7 @@ class FlightRecorder(Tape):
         self._file = file
         self._facts: dict[str, Any] = {}
         self._head: dict[str, Any] | None = {**head, "facts": self._facts}
+        self._new_facts: dict[str, Any] = {}  # since the head was written
         self._names: dict[str, int] = {}
         self._new_names: list[str] = []
         self._events: list[Event] = []
@@ -105,7 +106,10 @@ class FlightRecorder(Tape):
         self._last = (0, 0)  # index and ticks of the last event on disk
 
     def fact(self, name: str, value: Any) -> None:
+        """Record a measurement, with the head or with the step in which it was made."""
         self._facts[name] = value
+        if self._head is None:
+            self._new_facts[name] = value
 
     def passed(self, call: RoleCall[Any], ticks: int) -> None:
         """Record the outcome of a call."""
@@ -162,6 +166,8 @@ class FlightRecorder(Tape):
         for key in ("threads", "answer", "error"):
             if values := {i: v for i, e in enumerate(events) if (v := getattr(e, key))}:
                 content[key] = values
+        if self._new_facts:
+            content["facts"], self._new_facts = self._new_facts, {}
         if self._given_up:
             content["given_up"] = True
         if self._saves:
@@ -196,6 +202,7 @@ def read_flight(file: Path) -> list[Segment]:
 def _add(segment: Segment, content: Mapping[str, Any]) -> None:
     last = segment.events[-1] if segment.events else Event("", 0, 0)
     segment.names += content["names"]
+    segment.head["facts"].update(content.get("facts", {}))
     indices = accumulate(content["calls"], initial=last.index)
     ticks = accumulate(content["ticks"], initial=last.ticks)
     next(indices)

@@ -48,8 +48,8 @@ class FlightScript:
         self.compared = 0  # outcomes that passed
 
     def fact(self, name: str) -> Any:
-        """Return a recorded measurement."""
-        return self._segment.head["facts"][name]
+        """Return a recorded measurement, ``None`` if it was not made."""
+        return self._segment.head["facts"].get(name)
 
     def prepare(self, call: RoleCall[Any]) -> asyncio.Future[Any] | None:
         """Check a call against the record. Returns the recorded outcome of calls that code outside

@@ -69,7 +69,8 @@ SAVE_S = 3600.0  # time limit for writing the model
 COPY_GAIN = 100.0  # assumed speed of copying a KV cache in memory, relative to prefill
 
 Workers = ThreadWorkers | ProcessWorkers
-CostsOf = Callable[[Config, Spans, EventGate], CostModel]
+CostsOf = Callable[[Config, Spans, EventGate, float], CostModel]
+"""Makes a run's cost model. The last argument is its ``thread_scaling``."""
 
 
 class DriverState(NamedTuple):
@@ -257,18 +258,13 @@ def start(
         functions = [*functions, verifier]
     replicas += [_replica(p, workers, sync, overrides, say, links) for p in workers.scorers]
     _note_facts(config, executors, gate)
-    if workers.groups:
-        _sync_first(sync, workers, say)
-    controls = _controls(config, workers, kv_router, judges, gate)
-    if config.schedule.preset == "auto" and costs_of:
-        costs = costs_of(config, spans, gate)
-        controls = replace(controls, tuner=AutoTuner(config.schedule, controls.settings, costs))
+    _sync_first(sync, workers, say)
     schedule = Schedule(
         prompts.next,
         generators,
         replicas,
         LearnerClient(LEARNER, LEARNER, executors[LEARNER], spans, gate),
-        controls,
+        _controls(config, workers, kv_router, judges, links, costs_of),
         gate,
         WorkSpans(spans) if gate.script else spans,
         workers.ready.refs,
@@ -312,8 +308,9 @@ def _open_sync(
 
 
 def _sync_first(sync: WeightSync, workers: Workers, say: Say) -> None:
-    with working(say, "syncing the first weights"):
-        sync.load_all(workers.ready.refs)
+    if workers.groups:
+        with working(say, "syncing the first weights"):
+            sync.load_all(workers.ready.refs)
 
 
 def _open_meeting(config: Config, host: str | None, stack: ExitStack) -> Meeting | None:
@@ -340,9 +337,11 @@ def _controls(
     workers: Workers,
     kv_router: KVRouter | None,
     judges: Sequence[FunctionScorer],
-    gate: EventGate,
+    links: _Links,
+    costs_of: CostsOf | None,
 ) -> Controls:
     executors, engines = workers.executors, config.rollout.engines
+    gate = links.gate
     migrating = holding = None
     if config.schedule.knobs.migrates(engines):
         prefill_rate, copy_rate = gate.fact(
@@ -358,7 +357,11 @@ def _controls(
         holding = holding_of(config, rates.prefill_tokens_per_s, copied)
     restarts = gate.fact("restarts", lambda: config.cluster.restarts if workers.groups else 0)
     names = [judge.name for judge in judges]
-    return controls_of(config, migrating, holding, restarts=restarts, judges=names)
+    controls = controls_of(config, migrating, holding, restarts=restarts, judges=names)
+    if config.schedule.preset != "auto" or costs_of is None:
+        return controls
+    costs = costs_of(config, links.spans, gate, workers.thread_scaling)
+    return replace(controls, tuner=AutoTuner(config.schedule, controls.settings, costs))
 
 
 def _generator(

@@ -114,7 +114,7 @@ class Script(Protocol):
     start_ticks: int
 
     def fact(self, name: str) -> Any:
-        """Return a recorded measurement."""
+        """Return a recorded measurement, ``None`` if it was not made."""
 
     def prepare(self, call: RoleCall[Any]) -> asyncio.Future[Any] | None:
         """Check a new call against the record. Returns its outcome if it is not to be computed.
@@ -160,7 +160,8 @@ class EventGate:
 
     def fact(self, name: str, measure: Callable[[], T]) -> T:
         """Return a measurement on which settings of the schedule depend, or the script's."""
-        value: T = self.script.fact(name) if self.script else measure()
+        recorded = self.script.fact(name) if self.script else None
+        value: T = measure() if recorded is None else recorded
         self.tape.fact(name, value)
         return value
 

@@ -54,8 +54,9 @@ class CostModel(Protocol):
     def observe(self, trained: Sequence[Rollout]) -> None:
         """Learn from the round that has just ended."""
 
-    def cluster(self) -> Cluster:
-        """Return the roles, with present costs. Raises StateError if too little was recorded."""
+    def cluster(self, number: int) -> Cluster:
+        """Return the roles, with present costs. Raises StateError if too little was recorded.
+        ``number`` is that of the latest round."""
 
 
 class DescribedCosts:
@@ -67,15 +68,15 @@ class DescribedCosts:
     def observe(self, trained: Sequence[Rollout]) -> None:
         """Learn nothing."""
 
-    def cluster(self) -> Cluster:
+    def cluster(self, number: int) -> Cluster:
         return self._described.model_copy(update={"faults": Faults()})
 
 
 class AutoTuner(Stateful):
-    """Tuner (:class:`~stretto.schedules.controls.Tuner`) that measures what it predicts."""
+    """Tuner (:class:`~stretto.schedules.controls.Tuner`) of the preset ``auto``."""
 
     saved = (
-        "_round", "_elapsed_s", "_simulated_s", "_kept", "_trial", "_measured", "_predicted",
+        "_round", "_elapsed_s", "_simulated_s", "_current", "_trial", "_measured", "_predicted",
         "_correction", "_settle", "_due", "_rejections", "_lost_rounds", "_responses", "_decided",
         "_ratios",
     )  # fmt: skip
@@ -90,7 +91,9 @@ class AutoTuner(Stateful):
         self._round = 0
         self._elapsed_s = self._simulated_s = 0.0
         first = self._choices[0]
-        self._kept = astuple(replace(first, chunk_tokens=self._chunks(settings.max_new_tokens)[-1]))
+        self._current = astuple(
+            replace(first, chunk_tokens=self._chunks(settings.max_new_tokens)[-1])
+        )
         self._trial: tuple[Any, ...] = ()
         self._measured: list[tuple[float, float, int]] = []  # rounds: tokens, seconds, responses
         self._predicted = 1.0  # speedup of the trial
@@ -100,13 +103,14 @@ class AutoTuner(Stateful):
         self._rejections: dict[str, tuple[int, int]] = {}  # until which round, and how many
         self._lost_rounds = 0.0
         self._responses: list[list[Any]] = []  # latest ones: see _remember
+        self._cluster: Cluster | None = None  # at the last decision
         self._decided: list[float] = []  # mean length and speed at the last decision
         self._ratios: list[float] = []  # predicted and measured speedup of the last trial
         self._news: list[str] = []
 
     @property
     def knobs(self) -> RoundKnobs:
-        return RoundKnobs(*(self._trial or self._kept))
+        return RoundKnobs(*(self._trial or self._current))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -162,8 +166,8 @@ class AutoTuner(Stateful):
 
     def _decide(self) -> None:
         """Start a trial of the knobs that the simulation prefers, if any."""
-        left = self._rounds_in_all - self._round
-        if self._lost_rounds >= LOSS * self._rounds_in_all or left <= MOST_ROUNDS:
+        to_come = self._rounds_in_all - self._round
+        if self._lost_rounds >= LOSS * self._rounds_in_all or to_come <= MOST_ROUNDS:
             return
         search_s = SEARCHED * self._seconds_to_simulate(WARM // 2 + self._rounds_known)
         if self._simulated_s + search_s > FIRST_S + SHARE * self._elapsed_s:
@@ -178,13 +182,13 @@ class AutoTuner(Stateful):
         if self._predicted >= WORTH:
             self._trial = astuple(best)
             self._measured = []
-            self._settle = settling(RoundKnobs(*self._kept), best)
+            self._settle = settling(RoundKnobs(*self._current), best)
             self._news.append(f"auto: tries {text(best)}: predicted {self._predicted:.2f}x")
 
     def _judge(self) -> None:
         """Keep the trial's knobs, or go back, once it is clear which ones are faster."""
-        kept, trial = RoundKnobs(*self._kept), RoundKnobs(*self._trial)
-        rounds, ratio = len(self._measured), self._speedup(kept)
+        before, trial = RoundKnobs(*self._current), RoundKnobs(*self._trial)
+        rounds, ratio = len(self._measured), self._speedup(before)
         if ratio > SLOW:
             unclear = abs(ratio - 1) < UNCLEAR and rounds < MOST_ROUNDS
             if unclear or rounds < LEAST_ROUNDS:
@@ -193,33 +197,35 @@ class AutoTuner(Stateful):
         ratios = f"predicted {self._predicted:.2f}x, measured {ratio:.2f}x"
         self._trial = ()
         if ratio > FASTER:
-            self._kept = astuple(trial)
+            self._current = astuple(trial)
             self._due = self._round
             self._news.append(f"auto: keeps {text(trial)}: {ratios}")
         else:
             count = self._rejections.get(repr(trial), (0, 0))[1] + 1
             self._rejections[repr(trial)] = self._round + EVERY * 2 ** (count - 1), count
-            self._lost_rounds += (rounds + settling(kept, trial)) * (1 / ratio - 1)
-            self._settle = settling(trial, kept)
+            self._lost_rounds += (rounds + settling(before, trial)) * (1 / ratio - 1)
+            self._settle = settling(trial, before)
             self._measured = []
             self._due = self._round
-            self._news.append(f"auto: goes back to {text(kept)} from {text(trial)}: {ratios}")
+            self._news.append(f"auto: goes back to {text(before)} from {text(trial)}: {ratios}")
 
-    def _speedup(self, kept: RoundKnobs) -> float:
+    def _speedup(self, before: RoundKnobs) -> float:
         """Return the trial's speed, relative to that of the knobs before on the same responses,
         which is simulated, and corrected by the error of the simulation in their own rounds."""
         counts = [count for *_, count in self._measured]
         responses = sorted(self._responses[-sum(counts) :])
         if not responses:
             return 1.0
-        expected = self._simulated(self._costs.cluster(), kept, responses, len(counts))
+        if self._cluster is None:  # after a resume
+            self._cluster = self._costs.cluster(self._round)
+        expected = self._simulated(self._cluster, before, responses, len(counts))
         return speed(self._measured) / (expected * self._correction)
 
     def _search(self) -> tuple[RoundKnobs, float]:
         """Return the best knobs by simulation, and their speedup. One group of knobs is changed at
         a time, until no change is faster."""
-        cluster = self._costs.cluster()
-        kept = RoundKnobs(*self._kept)
+        cluster = self._cluster = self._costs.cluster(self._round)
+        current = RoundKnobs(*self._current)
         speeds: dict[RoundKnobs, float] = {}
         responses, rounds = sorted(self._responses), self._rounds_known
 
@@ -228,8 +234,8 @@ class AutoTuner(Stateful):
                 speeds[knobs] = self._simulated(cluster, knobs, responses, rounds)
             return speeds[knobs]
 
-        best = before = kept
-        self._correction = speed(self._measured) / simulated(kept)
+        best = before = current
+        self._correction = speed(self._measured) / simulated(current)
         while True:
             for fields in FIELDS:
                 for knobs in self._others(best, fields):
@@ -238,7 +244,7 @@ class AutoTuner(Stateful):
             if best == before:
                 break
             before = best
-        return best, simulated(best) / simulated(kept)
+        return best, simulated(best) / simulated(current)
 
     def _others(self, best: RoundKnobs, fields: Sequence[str]) -> Iterator[RoundKnobs]:
         """Yield permitted knobs that differ in these fields only, and were not rejected."""
@@ -285,8 +291,8 @@ class AutoTuner(Stateful):
         schedule = fixed(self._schedule, knobs)
         twin = cluster.model_copy(update={"workload": workload, "schedule": schedule})
         self._simulated_s += self._seconds_to_simulate(warm + rounds)
-        with ThreadPoolExecutor(1) as apart:  # because this thread's event loop is running
-            result = apart.submit(simulate, twin, steps=steps).result()
+        with ThreadPoolExecutor(1) as thread:  # because this thread's event loop is running
+            result = thread.submit(simulate, twin, steps=steps).result()
         measured = result.steps[warm * interval :]
         tokens = sum(s["perf/throughput"] * s["timing_s/step"] for s in measured)
         return tokens / sum(s["timing_s/step"] for s in measured)
@@ -310,7 +316,7 @@ def workload_of(workload: Workload, responses: Sequence[list[Any]], steps: int) 
 
 def fixed(schedule: ScheduleConfig, knobs: RoundKnobs) -> ScheduleConfig:
     """Return the schedule with these knobs in every round."""
-    most = schedule.knobs
+    limits = schedule.knobs
     return schedule.model_copy(
         update={
             "preset": "sync",
@@ -318,9 +324,9 @@ def fixed(schedule: ScheduleConfig, knobs: RoundKnobs) -> ScheduleConfig:
             "overcommit": knobs.delta,
             "lag": knobs.lag,
             "chunk_tokens": knobs.chunk_tokens,
-            "migrate": most.migrate,
-            "hold": most.hold,
-            "train_on": most.train_on,
+            "migrate": limits.migrate,
+            "hold": limits.hold,
+            "train_on": limits.train_on,
             "max_carries": schedule.carries,
         }
     )
