@@ -31,7 +31,7 @@ OVER_AIM = 9, 16
 """Files and functions that are longer than their aim; these numbers only fall."""
 LAYOUT_FILES = 15
 """Files that name a kind of parallelism; this number only falls."""
-SETTINGS = 161
+SETTINGS = 162
 PROSE = {r";": 1.8, r"\bwhat\b": 0.4, r"\bwhere\b": 0.3, r"\bthat (it|is|are|they)\b": 1.6}
 """Habits of wording in docstrings, and their rates per 1,000 words; these rates only fall."""
 DOCS_PROSE = {r";": 0.9, r"\bwhat\b": 0.9, r"\bwhere\b": 0.4, r"\bthat (it|is|are|they)\b": 1.1}

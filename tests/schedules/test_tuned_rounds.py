@@ -52,7 +52,7 @@ def schedule_of(world: World, values: Sequence[RoundKnobs], steps: int) -> Sched
     limits = Settings(BATCH, 1, 100, steps, score_on="chunk", lag=MOST_LAG, max_carries=CARRIES)
     return Schedule(
         world.next_prompt,
-        [FakeGenerator(world, i) for i in range(2)],
+        [FakeGenerator(world, f"gen{i}") for i in range(2)],
         [
             ScorerReplica(FakeScorer(world, "judge")),
             ScorerReplica(FakeScorer(world, "critic", "values", follows="critic")),
