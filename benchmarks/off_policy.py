@@ -124,9 +124,11 @@ OF_RLOO: tuple[dict[str, Any], ...] = (
     TRUNCATED | {"baseline": "optimal"},
     MASKED,
 )
+OF_RLOO_4 = tuple(how for how in OF_RLOO if how not in ({"ess_scaling": "sqrt"}, MASKED))
 OF_PPO: tuple[dict[str, Any], ...] = ({}, {"ess_scaling": "sqrt"}, MASKED)
 OLD_DATA = (
     *(Variant("rloo", 16, steps=SHORT, **how) for how in OF_RLOO),
+    *(Variant("rloo", 4, steps=SHORT, **how) for how in OF_RLOO_4),
     *(Variant("ppo", 16, steps=SHORT, **how) for how in OF_PPO),
 )
 """Remedies for old data."""
