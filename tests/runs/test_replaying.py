@@ -12,6 +12,7 @@ import torch
 from raising import raises
 from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings, weights, write_rows
 from stretto import runs
+from stretto.cli.main import main
 from stretto.config import Config, recipes
 from stretto.errors import StateError
 from stretto.observe import RunDirectory
@@ -236,3 +237,19 @@ def test_a_resumption_in_the_middle_of_a_step_is_refused(tiny_folder: Path, tmp_
     with raises(StateError, "interrupted-in-a-step", "step 2"):
         replayed(recorded)
     replayed(recorded, 2)
+
+
+def test_the_command_replays_into_a_folder_of_its_own_which_can_go_on(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tiny_folder, steps=3, rollout=UNEVEN, schedule={"preset": "async"})
+    recorded, _ = run(config, tmp_path)
+    assert main(["replay", str(recorded.path), "--to", "2"]) == 0
+    replay = RunDirectory.open(tmp_path / "run-001-replay-001")
+    assert replay.last_step() == 2
+    rollouts = [[r for r in x.read_rollouts() if r.step <= 2] for x in (recorded, replay)]
+    assert rollouts[0] == rollouts[1]
+    assert main(["train", "--resume", str(replay.path), "--observe.progress", "off"]) == 0
+    assert replay.last_step() == 3
+    assert main(["replay", str(recorded.path), "--to", "7"]) == 2
+    assert "steps 1 to 3" in capsys.readouterr().err
