@@ -120,10 +120,19 @@ class World:
 """
 
 
-@pytest.mark.parametrize("preset", ["sync", "stretto"])
+@pytest.mark.parametrize(
+    ("preset", "runtime"),
+    [
+        ("sync", "inline"),
+        ("stretto", "inline"),
+        *(pytest.param(p, "inline", marks=pytest.mark.slow) for p in ("oppo", "async", "rlhfuse")),
+        *(pytest.param(p, "local", marks=pytest.mark.slow) for p in SCHEDULES),
+    ],
+)
 def test_episodes_are_replayed_with_the_recorded_answers(
-    preset: str, tiny_folder: Path, tmp_path: Path
+    preset: str, runtime: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
+    engines = 2 if preset in ("rlhfuse", "stretto") else 1
     (tmp_path / "world.py").write_text(WORLD)
     rows = write_rows(tmp_path, [{"prompt": f"Say {n}."} for n in range(16)])
     config = settings(
@@ -132,8 +141,9 @@ def test_episodes_are_replayed_with_the_recorded_answers(
         task={"kind": "dataset", "name": rows, "max_prompt_tokens": 200, "settings": {}},
         environment={"sources": [f"{tmp_path / 'world.py'}:World"], "max_turns": 4},
         reward={"sources": ["environment"], "missing_eos": "off"},
-        rollout={"batch": 4, "max_new_tokens": 400, "stop": tuple("eiotan")},
+        rollout={"batch": 4, "max_new_tokens": 400, "stop": tuple("eiotan"), "engines": engines},
         schedule={"preset": preset},
+        runtime=runtime,
     )
     recorded, _ = run(config, tmp_path)
     assert_replayed(recorded, replayed(recorded))
