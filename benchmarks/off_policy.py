@@ -130,6 +130,7 @@ OLD_DATA = (
     *(Variant("rloo", 16, steps=SHORT, **how) for how in OF_RLOO),
     *(Variant("rloo", 4, steps=SHORT, **how) for how in OF_RLOO_4),
     *(Variant("ppo", 16, steps=SHORT, **how) for how in OF_PPO),
+    *(Variant("grpo", 16, steps=SHORT, **how) for how in OF_PPO[:2]),
 )
 """Remedies for old data."""
 
