@@ -3,6 +3,7 @@ runs of other schedules, predicted from those of 'sync'.
 
 python benchmarks/simulated.py --replay RUN ...
 python benchmarks/simulated.py --across --out runs/across
+python benchmarks/simulated.py --auto     # the preset 'auto' and a grid of fixed knobs, in virtual time
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import _tuned
 from _shared import parse
 from stretto.api.runs import ONE_ENGINE
 from stretto.api.settings import changed, config_of
@@ -64,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN", default=[])
     parser.add_argument("--across", action="store_true", help="predict schedules from 'sync'")
+    parser.add_argument("--auto", action="store_true", help="the preset 'auto' in virtual time")
     parser.add_argument("--groups", action="store_true", help="with GRPO and the knobs for groups")
     parser.add_argument("--learning", action="store_true", help="train at the recipe's rate")
     parser.add_argument(
@@ -77,6 +80,10 @@ def main() -> None:
     args = parse(parser, small)
     if args.replay:
         replay(args.replay)
+        return
+    if args.auto or args.smoke:
+        _tuned.table((0, 1), smoke=args.smoke)
+    if args.auto:
         return
     with tempfile.TemporaryDirectory() as scratch:
         if args.smoke:
