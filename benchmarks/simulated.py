@@ -3,7 +3,7 @@ runs of other schedules, predicted from those of 'sync'.
 
 python benchmarks/simulated.py --replay RUN ...
 python benchmarks/simulated.py --across --out runs/across
-python benchmarks/simulated.py --auto     # the preset 'auto' and a grid of fixed knobs, in virtual time
+python benchmarks/simulated.py --auto     # the preset 'auto' and fixed knobs, in virtual time
 """
 
 from __future__ import annotations
