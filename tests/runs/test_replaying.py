@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+import stretto
 from raising import raises
 from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings, weights, write_rows
 from stretto import runs
 from stretto.cli.main import main
 from stretto.config import Config, recipes
-from stretto.errors import StateError
+from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory
-from stretto.observe.flight import read_flight
+from stretto.observe.flight import Segment, read_flight
 from stretto.observe.progress import NoProgress
 from stretto.runs import replaying
 from stretto.training.learner import PolicyLearner
@@ -219,8 +220,12 @@ def test_an_unfinished_line_is_ignored_and_a_damaged_one_named(
     recorded.flight_file.write_bytes(content + content[:20])
     assert read_flight(recorded.flight_file)[0].events == events
     recorded.flight_file.write_bytes(content[:30] + b"\n" + content)
-    with raises(StateError, "damaged-record", "line 1"):
+    with raises(StateError, "damaged-record", "line 1", "delete this line"):
         read_flight(recorded.flight_file)
+    for start in (b"", content[:20]):  # of a run that was killed in its first step
+        recorded.flight_file.write_bytes(start)
+        with raises(StateError, "no-flight-record", "before its first step"):
+            read_flight(recorded.flight_file)
 
 
 def test_replays_that_cannot_be_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -232,6 +237,8 @@ def test_replays_that_cannot_be_are_refused(tiny_folder: Path, tmp_path: Path) -
     (segment,) = read_flight(recorded.flight_file)
     with raises(StateError, "step-not-recorded", "steps 1 to 2"):
         replaying.legs_of([segment], 3)
+    with raises(ConfigError, "extra_forbidden", "settings in the flight record", "'beam'"):
+        Segment({**segment.head, "config": {**segment.head["config"], "beam": 4}}).config  # noqa: B018
     segment.given_up = 0
     with raises(StateError, "call-given-up"):
         replaying.legs_of([segment], 0)
@@ -263,3 +270,21 @@ def test_the_command_replays_into_a_folder_of_its_own_which_can_go_on(
     assert replay.last_step() == 3
     assert main(["replay", str(recorded.path), "--to", "7"]) == 2
     assert "steps 1 to 3" in capsys.readouterr().err
+
+
+def test_objects_of_the_caller_are_missing_in_a_replay(tiny_folder: Path, tmp_path: Path) -> None:
+    def length(completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    config = settings(tiny_folder, steps=1).model_copy(update={"out": str(tmp_path)})
+    result = stretto.train(config, reward=length, progress=NoProgress())
+    with raises(StateError, "objects-not-recorded", "(length)", "file.py:name"):
+        stretto.replay(result.run_dir, progress=NoProgress())
+
+
+def test_a_replay_that_goes_on_has_the_deadline_of_the_run(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_folder, steps=1, schedule={"deadline_s": 77.0})
+    recorded, _ = run(config, tmp_path)
+    assert recipes.load(replayed(recorded).config_file).schedule == config.schedule

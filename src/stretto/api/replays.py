@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.checks import check_run
-from stretto.config import Config
 from stretto.config.sections import NonNegativeInt
+from stretto.errors import StateError
 from stretto.interfaces import in_python
 from stretto.observe import Progress, RunDirectory, make_progress
 from stretto.saying import LOADING
@@ -40,7 +40,14 @@ def replay(
     from stretto.observe.flight import read_flight
 
     segments = read_flight(recorded.flight_file)
-    config = Config.model_validate(segments[-1].head["config"])
+    config = segments[-1].config
+    if objects := segments[-1].head.get("objects"):
+        raise StateError(
+            f"the run was given Python objects ({', '.join(objects)}), which its folder does not "
+            "have, so it cannot be replayed. Runs that name functions as 'file.py:name', and "
+            "models by their folders, can",
+            "objects-not-recorded",
+        )
     display = progress or make_progress(config.observe.progress)
     with display.working(LOADING):
         check_run(config)

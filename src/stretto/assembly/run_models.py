@@ -75,6 +75,13 @@ class Overrides:
     exports: Callable[[int, Path, Callable[[Path], None]], None] | None = None
     in_files: bool = False
 
+    @property
+    def objects(self) -> list[str]:
+        """Names of the objects that only the caller can pass in again."""
+        attributes = ("actor", "tokenizer", "reference", "critic", "task")
+        given = [name for name in attributes if getattr(self, name) is not None]
+        return [*given, *self.functions, *self.environment, *self.reward_models]
+
 
 NO_OVERRIDES = Overrides()
 

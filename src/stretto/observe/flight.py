@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import files
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import StateError, StrettoError
 from stretto.machine import current_start
 from stretto.types import Decoded, Score, TrainStepOutput, WeightsRef
@@ -73,6 +73,11 @@ class Segment:
     names: list[str] = field(default_factory=list)
 
     @property
+    def config(self) -> Config:
+        """The recorded settings. ConfigError if this version of Stretto does not know one."""
+        return recipes.build(self.head["config"], "settings in the flight record")
+
+    @property
     def first(self) -> int:
         return int(self.head["first"])
 
@@ -81,12 +86,15 @@ class Segment:
         return max(self.ends, default=self.first)
 
 
-def flight_head(config: Config, first: int) -> dict[str, Any]:
-    """Return the head of a segment that begins after the step ``first``."""
+def flight_head(config: Config, first: int, objects: Sequence[str]) -> dict[str, Any]:
+    """Return the head of a segment that begins after the step ``first``. ``objects`` names the
+    Python objects that the run was given.
+    """
     return {
         "first": first,
         "versions": current_start()["versions"],
         "config": config.model_dump(mode="json"),
+        "objects": objects,
     }
 
 
@@ -180,22 +188,27 @@ class FlightRecorder(Tape):
 
 def read_flight(file: Path) -> list[Segment]:
     """Return a run's segments. StateError if there are none, or for a damaged line."""
-    if not file.is_file():
+    lines = files.whole_lines(file.read_bytes()) if file.is_file() else []
+    if not lines:
         raise StateError(
-            f"'{file.parent}' has no {file.name}: the run was made with observe.flight = false, or "
-            "by a version of Stretto without it, and cannot be replayed",
+            f"'{file.parent}' has no {file.name} with a step: the run ended before its first step, "
+            "was made with observe.flight = false, or by a version of Stretto without it. It "
+            "cannot be replayed",
             "no-flight-record",
         )
     segments = list[Segment]()
-    for number, line in enumerate(files.whole_lines(file.read_bytes()), 1):
+    for number, line in enumerate(lines, 1):
         try:
             content = json.loads(zlib.decompress(b85decode(line.strip())))
             if "head" in content:
                 segments.append(Segment(content["head"]))
             _add(segments[-1], content)
         except (zlib.error, *files.UNREADABLE) as error:
-            text = f"line {number} of '{file}' cannot be read: {error}"
-            raise StateError(text, "damaged-record") from error
+            raise StateError(
+                f"line {number} of '{file}' cannot be read: {error}. Restore the file, or delete "
+                "this line and those after it in a copy of the folder, to replay the steps before",
+                "damaged-record",
+            ) from error
     return segments
 
 

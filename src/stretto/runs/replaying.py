@@ -178,7 +178,7 @@ def legs_of(segments: Sequence[Segment], to: int) -> list[Leg]:
                 "call-given-up",
             )
     for segment, end in legs[1:]:
-        lags = config_of(segment).schedule.knobs.copies_weights
+        lags = segment.config.schedule.knobs.copies_weights
         if lags and _end_of(segment, end) == segment.ends[end]:
             raise StateError(
                 f"the run was interrupted after step {end}, while responses of later steps were "
@@ -188,16 +188,12 @@ def legs_of(segments: Sequence[Segment], to: int) -> list[Leg]:
     return legs[::-1]
 
 
-def config_of(segment: Segment) -> Config:
-    return Config.model_validate(segment.head["config"])
-
-
 def config_of_replay(segment: Segment) -> Config:
     """Return a run's settings without effects outside of the folder, and on ``inline`` if threads
     make the same calls and compute the same: no role had several ranks, between which sums are
     divided, and scorers have the same copies.
     """
-    config = config_of(segment)
+    config = segment.config
     off = {"trackers": (), "prometheus_port": 0, "flight": True}
     changes: dict[str, Any] = {
         "minutes": 0,
@@ -244,7 +240,8 @@ def replay(
         overrides = replace(overrides, warmup=run_dir.warmup)
     for leg in legs:
         config = config_of_replay(leg.segment)
-        target.save_config(config)
+        deadlines = {"schedule": leg.segment.config.schedule}  # for a resumption of the replay
+        target.save_config(config.model_copy(update=deadlines))
         for line in warnings_of(leg.segment, config):
             progress.note(line)
         script = FlightScript(leg.segment, leg.until)

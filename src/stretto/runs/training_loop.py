@@ -92,7 +92,7 @@ def train(
             warmup=overrides.warmup or run_dir.warmup.absolute(),
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        gate = EventGate(_tape(config, run_dir, first), script)
+        gate = EventGate(_tape(config, run_dir, first, overrides), script)
         running = start(config, stack, progress, overrides, run_dir.path, gate, LiveRecording)
         if overrides.warmup and overrides.warmup.exists():
             files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
@@ -126,10 +126,12 @@ def train(
     return TrainResult(loop.done, loop.stats, run_dir.path, loop.stopped)
 
 
-def _tape(config: Config, run_dir: RunDirectory, first: int) -> FlightRecorder | None:
+def _tape(
+    config: Config, run_dir: RunDirectory, first: int, overrides: Overrides
+) -> FlightRecorder | None:
     if not config.observe.flight:
         return None
-    return FlightRecorder(run_dir.flight_file, flight_head(config, first))
+    return FlightRecorder(run_dir.flight_file, flight_head(config, first, overrides.objects))
 
 
 @contextmanager
