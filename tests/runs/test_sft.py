@@ -242,6 +242,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
     [
         ({"steps": 3, "training": {"epochs": 2}}, "steps-and-epochs", "steps = 3"),
         ({"observe": {"checkpoint_every": 5}}, "setting-without-effect", "checkpoint_every = 5"),
+        ({"observe": {"flight": False}}, "setting-without-effect", "flight = False"),
         (
             {"observe": {"checkpoint_minutes": 5}},
             "setting-without-effect",

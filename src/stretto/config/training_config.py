@@ -201,8 +201,8 @@ class PipelineConfig(Section):
         return bool(stages % merged or slots % (stages // merged))
 
 
-_WITHOUT_EFFECT = (
-    *("samples", "checkpoint_minutes", "checkpoint_every"),
+WITHOUT_EFFECT = (
+    *("samples", "flight", "checkpoint_minutes", "checkpoint_every"),
     *("eval_every", "eval_prompts", "eval_patience"),
 )
 """Settings of observation that supervised training refuses, because they have no effect on it."""
@@ -310,7 +310,7 @@ class SupervisedConfig(Section):
             f"steps = {self.steps} and training.epochs = {self.training.epochs} both say how "
             "long to train; set one of them (steps = 0 takes whole epochs)"
         )
-        idle = next(filter(self.observe.is_set, _WITHOUT_EFFECT), "")
+        idle = next(filter(self.observe.is_set, WITHOUT_EFFECT), "")
         broken["setting-without-effect"] = idle and (
             f"observe.{idle} = {getattr(self.observe, idle)} has no effect in supervised "
             "training, which draws no samples and writes no checkpoints; leave it out"
