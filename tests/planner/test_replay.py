@@ -175,6 +175,15 @@ def test_what_the_lock_took_is_left_out() -> None:
     assert {s.role: s.end_s - s.start_s for s in found} == pytest.approx(expected)
 
 
+def test_decoding_without_prefills_is_fitted() -> None:
+    spans = [
+        *(Span("generator", "gen", i, i + 0.5, {"steps": 1, "tokens": 1}) for i in range(3)),
+        Span("reference", "score/reference", 0.0, 1.0, {"tokens": 10, "rollouts": [1]}),
+        Span("learner", "update", 0.0, 1.0, {"tokens": 10}),
+    ]
+    assert calibrate(spans).generator.prefill.token_s == 0.0
+
+
 def test_prefills_of_like_sizes_cost_what_the_reference_reads() -> None:
     """Calls that prefill 100 tokens take 1 ms a token and 20 ms each, which their sizes do not tell
     apart, but the reference reads tokens of the same model."""

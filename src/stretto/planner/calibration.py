@@ -205,7 +205,8 @@ def _generator(
         for steps, tokens, context, prefilled, proposed, accepted in numbers
     ]
     prefills = [row[-1] for row in rows if row[-1]]
-    if isinstance(reference, costs.PrefillCost) and max(prefills) < ALIKE * min(prefills):
+    similar = bool(prefills) and max(prefills) < ALIKE * min(prefills)
+    if similar and isinstance(reference, costs.PrefillCost):
         token_s = reference.token_s
         calls = [_shorter(s, token_s * row.pop()) for s, row in zip(calls, rows, strict=True)]
         step_s, row_s, context_s, call_s = _fit(calls, rows, _FAR_OFF)
