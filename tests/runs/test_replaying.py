@@ -15,7 +15,13 @@ from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings, weights, 
 from stretto import runs
 from stretto.cli.main import main
 from stretto.config import Config, recipes
-from stretto.errors import ConfigError, StateError
+from stretto.errors import (
+    ConfigError,
+    MissingExtraError,
+    StateError,
+    StrettoError,
+    TaskError,
+)
 from stretto.observe import RunDirectory
 from stretto.observe.flight import Segment, read_flight
 from stretto.observe.progress import NoProgress
@@ -288,3 +294,21 @@ def test_a_replay_that_goes_on_has_the_deadline_of_the_run(
     config = settings(tiny_folder, steps=1, schedule={"deadline_s": 77.0})
     recorded, _ = run(config, tmp_path)
     assert recipes.load(replayed(recorded).config_file).schedule == config.schedule
+
+
+class OwnError(StrettoError):
+    """An error of a user's own code."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TaskError("no rows", "no-rows"), TaskError),
+        (OwnError("a fault", "own"), StrettoError),
+        (MissingExtraError("vllm", "vllm", "this"), StrettoError),
+    ],
+)
+def test_a_recorded_error_is_raised_again(error: StrettoError, kind: type[StrettoError]) -> None:
+    restored = replaying._restored([type(error).__name__, error.code, str(error)])
+    assert type(restored) is kind
+    assert (restored.code, str(restored)) == (error.code, str(error))

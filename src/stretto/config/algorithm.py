@@ -357,8 +357,8 @@ class AlgorithmConfig(Section):
     def _teacher_rules(self, broken: Rules, algorithm: AlgorithmSpec) -> None:
         models = self.teacher_models
         broken["teacher-missing"] = (algorithm.teacher and not models) and (
-            f"'{self.name}' learns from a teacher, and algorithm.teacher is empty; give the folder "
-            "or hub name of a model with the actor's tokenizer"
+            f"'{self.name}' learns from a teacher, and algorithm.teacher and teachers are empty; "
+            "give the folder or hub name of a model with the actor's tokenizer"
         )
         broken["teacher-without-distill"] = (models and not algorithm.teacher) and (
             f"algorithm.{'teacher' if self.teacher else 'teachers'} has no effect on "

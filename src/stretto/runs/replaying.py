@@ -142,7 +142,9 @@ def _restored(error: Sequence[str]) -> StrettoError:
     if name == errors.RoleLostError.__name__:
         role, cause = arguments
         return errors.RoleLostError(role, cause, code)
-    kind: type[StrettoError] = getattr(errors, name)
+    kind: type[StrettoError] = getattr(errors, name, StrettoError)  # else a user's own class
+    if kind.__init__ is not StrettoError.__init__:  # has other arguments
+        kind = StrettoError
     return kind(arguments[0], code=code)
 
 
@@ -201,7 +203,8 @@ def config_of_replay(segment: Segment) -> Config:
         "schedule": config.schedule.model_copy(update={"deadline_s": PATIENCE_S}),
     }
     roles = segment.head["facts"]["threads"]
-    copies = [role for role in roles if role[-1].isdecimal() and not role.startswith(GENERATOR)]
+    numbered = [role for role in roles if role.rpartition(" ")[2].isdecimal()]
+    copies = [role for role in numbered if not role.startswith(GENERATOR)]
     ranks = [config.pipeline.ranks, *(process.ranks for process in config.cluster.processes)]
     same_roles = bool(copies) == config.schedule.knobs.hosts_scorers(config.rollout.engines)
     if same_roles and max(ranks) <= 1 and config.rollout.engine == "torch":
