@@ -2,7 +2,7 @@
 runs of other schedules, predicted from those of 'sync'.
 
 python benchmarks/simulated.py --replay RUN ...
-python benchmarks/simulated.py --across --out runs/across
+python benchmarks/simulated.py --across --out runs/across     # --groups: with GRPO
 python benchmarks/simulated.py --auto     # the preset 'auto' and fixed knobs, in virtual time
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN", default=[])
     parser.add_argument("--across", action="store_true", help="predict schedules from 'sync'")
     parser.add_argument("--auto", action="store_true", help="the preset 'auto' in virtual time")
-    parser.add_argument("--groups", action="store_true", help="with GRPO and the knobs for groups")
+    parser.add_argument("--groups", action="store_true", help="likewise, the knobs for groups")
     parser.add_argument("--learning", action="store_true", help="train at the recipe's rate")
     parser.add_argument(
         "--recipes", nargs="+", default=["tiny-tail", "tiny-climb", "tiny-turns", "tiny"]
@@ -83,7 +83,9 @@ def main() -> None:
         return
     if args.auto or args.smoke:
         _tuned.table((0, 1), smoke=args.smoke)
-    if args.auto:
+    if not (args.across or args.groups or args.smoke):
+        if not args.auto:
+            parser.error("give --replay, --across, --groups or --auto")
         return
     with tempfile.TemporaryDirectory() as scratch:
         if args.smoke:
