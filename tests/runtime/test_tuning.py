@@ -116,7 +116,7 @@ def test_it_says_what_it_tries_and_measures() -> None:
     schedule = ScheduleConfig(preset="auto")
     result = simulate(cluster(**WORKLOADS["slow scorer"], schedule=schedule))
     (tried, trying), (kept, keeping) = result.decisions[:2]
-    assert (tried, kept) == (4, 7)  # the first step has one-time costs, and three are a measurement
+    assert (tried, kept) == (5, 8)  # the first two steps warm up, and three are a measurement
     text, predicted = trying.split(": predicted ")
     assert text == "auto: tries score on chunk, overcommit 0, lag 0, chunk tokens 8"
     assert keeping.startswith(
@@ -124,7 +124,7 @@ def test_it_says_what_it_tries_and_measures() -> None:
     )
     measured = float(keeping.rpartition("measured ")[2].rstrip("x"))
     assert measured == pytest.approx(float(predicted.rstrip("x")), rel=0.02)
-    assert [step["schedule/score_on"] for step in result.steps[3:6]] == [0, 2, 2]
+    assert [step["schedule/score_on"] for step in result.steps[4:7]] == [0, 2, 2]
     assert result.steps[-1]["schedule/measured"] == pytest.approx(measured, abs=0.005)
     assert [step["schedule/chunk_tokens"] for step in result.steps[-2:]] == [8, 8]
 

@@ -31,6 +31,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.stateful import Stateful
 from stretto.types import FORKS
 
+FIRST_ROUNDS = 2  # of a run, which have one-time costs
 LEAST_ROUNDS = 3  # measured rounds before the first decision, and in a trial
 MOST_ROUNDS = 10  # of a trial whose speed is not clear
 UNCLEAR, FASTER = 0.05, 1.01  # distance of a speedup from 1 that is not clear, and that is kept
@@ -98,7 +99,7 @@ class AutoTuner(Stateful):
         self._measured: list[tuple[float, float, int]] = []  # rounds: tokens, seconds, responses
         self._predicted = 1.0  # speedup of the trial
         self._correction = 1.0  # measured speed of the knobs before it, relative to the simulated
-        self._settle = 1  # rounds to come that mix two settings, or have a run's one-time costs
+        self._settle = FIRST_ROUNDS  # rounds to come that mix two settings, or warm up
         self._due = 0
         self._rejections: dict[str, tuple[int, int]] = {}  # until which round, and how many
         self._lost_rounds = 0.0
