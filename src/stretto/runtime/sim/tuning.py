@@ -38,7 +38,7 @@ UNCLEAR, FASTER = 0.05, 1.01  # distance of a speedup from 1 that is not clear, 
 REMEMBERED = 8  # latest rounds whose speeds and responses count
 EVERY = 16  # rounds between two decisions, and of a first rejection
 WORTH = 1.02  # predicted speedup that is worth a trial
-SLOW = 0.8  # a trial is ended after a round below this share of the speed before
+SLOW, SLOW_ROUNDS = 0.8, 2  # a trial ends after rounds below this share of the speed before
 LOSS = 0.02  # share of the run's rounds that failed trials may cost
 DRIFT = 0.2  # relative change of speed or mean length that triggers a decision
 SHARE, FIRST_S = 0.01, 0.5  # of the run's time, and seconds at first, that simulations may take
@@ -194,6 +194,8 @@ class AutoTuner(Stateful):
             unclear = abs(ratio - 1) < UNCLEAR and rounds < MOST_ROUNDS
             if unclear or rounds < LEAST_ROUNDS:
                 return
+        elif rounds < SLOW_ROUNDS:  # a single one may have been disturbed
+            return
         self._ratios = [self._predicted, ratio]
         ratios = f"predicted {self._predicted:.2f}x, measured {ratio:.2f}x"
         self._trial = ()
