@@ -99,7 +99,7 @@ def test_a_time_limit_ends_before_a_step_that_would_not_fit(
 ) -> None:
     """By a clock that goes on by a minute a step, 3 steps fit into 3.5 minutes."""
     minutes = count()
-    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes), thread_time=lambda: 0.0)
     display = Notes()
     with monkeypatch.context() as patch:
         patch.setattr("stretto.runs.training_loop.time", clock)

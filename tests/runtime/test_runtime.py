@@ -91,6 +91,7 @@ METRICS = [
     "schedule/overcommit",
     "time_s",
     *(f"timing_s/driver/{w}" for w in ("adapt", "batch", "books", "chunks", "fill", "records")),
+    "timing_s/driver_cpu",
     "timing_s/gen",
     "timing_s/load",
     "timing_s/publish",
