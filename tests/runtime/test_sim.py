@@ -32,7 +32,7 @@ from stretto.planner.formulas import (
 )
 from stretto.planner.hardware import GPUS, Hardware
 from stretto.planner.run_layout import ModelShapes, RunLayout
-from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole
+from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import (
     DecodeCost,
     Efficiency,
@@ -758,6 +758,18 @@ def test_a_learner_that_pads_trains_on_the_longest_everywhere() -> None:
     tokens, seconds = zip(*virtually(body), strict=True)
     assert tokens == (20 + 35, 2 * 35)
     assert seconds == (pytest.approx(5.5), pytest.approx(7.0))
+
+
+def test_recorded_rewards_repeat_by_groups() -> None:
+    """The last group is not complete, and a rollout without a reward follows the curve."""
+    workload = Workload(
+        batch=4,
+        samples_per_prompt=2,
+        rewards=(1.0, 1.0, 3.0, None, 5.0),
+        learning=LearningCurve(first=7.0, last=7.0, spread=0.0),
+    )
+    rewards = [workload.reward(i, 0) for i in range(8)]
+    assert rewards == [1.0, 1.0, 3.0, 7.0, 1.0, 1.0, 3.0, 7.0]
 
 
 def test_rewards_follow_the_curve() -> None:

@@ -181,7 +181,8 @@ class Workload(Section):
     deltas: tuple[NonNegativeInt, ...] = ()
     """Recorded over-commitment by round, likewise."""
     rewards: tuple[float | None, ...] = ()
-    """Recorded rewards by rollout id. Other rollouts follow the learning curve."""
+    """Recorded rewards by rollout id. Beyond the last full group they repeat, so that as many groups
+    have equal rewards. Rollouts without one follow the learning curve."""
     failures_allowed: float = 0.0
     """Share of a step's responses that may be left out for lack of a score. With more the run
     stops.
@@ -213,7 +214,8 @@ class Workload(Section):
         return Sampling(self.max_new_tokens, max_turn_tokens=turn_limit)
 
     def reward(self, rollout_id: int, version: int) -> float:
-        if rollout_id < len(self.rewards) and (reward := self.rewards[rollout_id]) is not None:
+        recorded = len(self.rewards) - len(self.rewards) % self.samples_per_prompt
+        if recorded and (reward := self.rewards[rollout_id % recorded]) is not None:
             return reward
         return self.learning.reward(self.seed, rollout_id, version)
 
