@@ -181,8 +181,8 @@ class Workload(Section):
     deltas: tuple[NonNegativeInt, ...] = ()
     """Recorded over-commitment by round, likewise."""
     rewards: tuple[float | None, ...] = ()
-    """Recorded rewards by rollout id. Beyond the last full group they repeat, so that as many groups
-    have equal rewards. Rollouts without one follow the learning curve."""
+    """Recorded rewards by rollout id. Beyond the last full group they repeat, so that groups have
+    equal rewards as often. Rollouts without one follow the learning curve."""
     failures_allowed: float = 0.0
     """Share of a step's responses that may be left out for lack of a score. With more the run
     stops.
