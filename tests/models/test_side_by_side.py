@@ -9,8 +9,10 @@ from threading import Event, Lock, Thread, get_ident
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from stretto.models.cpu_threads import interrupt, set_threads, side_by_side, thread_scaling
+from stretto.runtime.thread_workers import scaling_of
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +104,14 @@ def test_calls_that_share_a_lock_get_done_no_more_than_one() -> None:
 
     assert thread_scaling([locked, locked], 1, 0.1) == pytest.approx(1.0, abs=0.4)
     assert thread_scaling([partial(time.sleep, 0.005)] * 2, 1, 0.1) == pytest.approx(2.0, abs=0.4)
+
+
+def test_the_probe_of_a_model_changes_nothing_and_fits_its_positions() -> None:
+    """GPT-2 has positions for 8 tokens, and draws random numbers for its dropout."""
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
+    ).train()
+    before = torch.get_rng_state()
+    assert scaling_of(model, 4, 1) >= 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in model.parameters())

@@ -24,7 +24,7 @@ from stretto.config import Config
 from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.cpu_threads import thread_scaling
-from stretto.models.forward import hidden_states
+from stretto.models.forward import hidden_states, positions
 from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import RolePlacement
@@ -38,9 +38,9 @@ from stretto.workers.threads import ThreadExecutor, WorkerThread
 
 PATIENCE_S = 3.0  # how long shutdown waits for interrupted calls
 PROBE_S = 0.05  # of each part of a probe of Python's lock
-LONG_PASS_S = 0.02  # of a pass that hardly needs the lock
+DECODING_S, TRAINING_S = 0.02, 0.25  # of passes that hardly need the lock
 PROBED_STEPS = 20  # fewest of a run with the probe
-ROW_TOKENS = 40  # of a probed row
+MOST_ROWS, ROW_TOKENS = 64, 40  # of a probed pass
 
 
 class ThreadWorkers:
@@ -106,7 +106,7 @@ class ThreadWorkers:
             )
         refs = learner.offer() if knobs.copies_weights else {}
         dtype = learner.trained["actor"].dtype
-        self.thread_scaling = self._thread_scaling(actor)
+        self.thread_scaling = self._scaling(actor)
         self.ready = Ready(refs, "", (), dtype)
         training = LearnerService(learner, channel, prompts, self.ready)
         self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])
@@ -132,31 +132,11 @@ class ThreadWorkers:
         for executor in self.executors.values():
             vars(executor.service).clear()  # the run refers to it in cycles
 
-    def _thread_scaling(self, actor: nn.Module) -> float:
-        """Measure the speed of decoding beside training, relative to one of them. 0 (unknown) for
-        a short run, and for long passes, which the lock hardly affects.
-        """
+    def _scaling(self, actor: nn.Module) -> float:
         config = self._config
         if config.steps < PROBED_STEPS or pick_device(config.model.device).type != "cpu":
             return 0.0
-        rows = [[0] * ROW_TOKENS] * config.rollout.batch
-        weights = [p for p in actor.parameters() if p.requires_grad]
-
-        def decoding() -> None:
-            with torch.inference_mode():
-                hidden_states(actor, [row[:1] for row in rows])
-
-        def training() -> None:
-            loss = hidden_states(actor, rows).float().square().mean()
-            torch.autograd.grad(loss, weights, allow_unused=True)
-
-        began_s = time.perf_counter()
-        decoding()
-        if time.perf_counter() - began_s > LONG_PASS_S:
-            return 0.0
-        threads = max(1, self._cores // 2)
-        with drawing_apart("probe", torch.device("cpu")):
-            return median(thread_scaling([decoding, training], threads, PROBE_S) for _ in range(3))
+        return scaling_of(actor, config.rollout.batch, max(1, self._cores // 2))
 
     @property
     def _cores(self) -> int:
@@ -185,3 +165,28 @@ class ThreadWorkers:
         thread = WorkerThread(name, threads, **options)
         self._opened.append(thread)
         return thread
+
+
+def scaling_of(actor: nn.Module, batch: int, threads: int) -> float:
+    """Measure the speed of decoding beside training, each on so many CPU threads, relative to one
+    of them. 0 (unknown) for long passes, which the lock hardly affects.
+    """
+    length = min(ROW_TOKENS, positions(actor) or ROW_TOKENS)
+    rows = [[0] * length] * min(batch, MOST_ROWS)
+    weights = [p for p in actor.parameters() if p.requires_grad]
+
+    def decoding() -> None:
+        with torch.inference_mode():
+            hidden_states(actor, [row[:1] for row in rows])
+
+    def training() -> None:
+        loss = hidden_states(actor, rows).float().square().mean()
+        torch.autograd.grad(loss, weights, allow_unused=True)
+
+    with drawing_apart("probe", torch.device("cpu")):
+        for call, most_s in ((decoding, DECODING_S), (training, TRAINING_S)):
+            began_s = time.perf_counter()
+            call()
+            if time.perf_counter() - began_s > most_s:
+                return 0.0
+        return median(thread_scaling([decoding, training], threads, PROBE_S) for _ in range(3))
