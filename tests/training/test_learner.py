@@ -284,6 +284,17 @@ def test_micro_batches_do_not_matter(budget: int) -> None:
     assert_close(gradients_with(microbatch_tokens=budget), gradients_with())
 
 
+def test_models_trained_side_by_side_share_the_tokens_of_a_pass() -> None:
+    """A CPU takes 1,024 for one model. A setting holds for each pass."""
+    tokens = [100] * 20
+    for algorithm, budget, rows in (("rloo", 0, 10), ("ppo", 0, 5), ("ppo", 1000, 10)):
+        actor, critic = models()
+        changes = {"algorithm": {"name": algorithm}, "training": {"microbatch_tokens": budget}}
+        changes["rollout"] = {"samples_per_prompt": 2}
+        learner = make_learner(actor, critic if algorithm == "ppo" else None, settings(**changes))
+        assert [len(part) for part in learner.backprop.divide(tokens)] == [rows] * (20 // rows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_trained_side_by_side_get_the_gradients_of_one_after_the_other(
     dtype: torch.dtype,

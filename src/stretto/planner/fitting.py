@@ -362,17 +362,18 @@ class RunMemory:
                 models = [shapes[role] for role in trained if role in shapes]
                 # Phases that need moments, and masters separate from the weights, on the device.
                 moments = ("training",) if self.at_once else ("scoring", "training")
+                side_by_side = copies and place.device == "cpu" and not c.pipeline.ranks
                 holds.put_learner(
                     models,
                     layout,
-                    tokens,
+                    self._pass_tokens(place.device, len(models) if side_by_side else 1),
                     () if inline else models,
                     checkpointing=c.model.gradient_checkpointing == "on",
                     versions=versions,
                     copies=copies,
                     shared=models[1:] if copies and c.critic.init == "actor" else (),
                     moments=moments if rests else (),
-                    side_by_side=copies and place.device == "cpu" and not c.pipeline.ranks,
+                    side_by_side=side_by_side,
                     fused=c.pipeline.ranks > 0 and c.pipeline.schedule == "fused",
                     further_gradients=2 if c.algorithm.has_optimal_baseline else 0,
                 )
@@ -432,10 +433,10 @@ class RunMemory:
         model, on_one_gpu = self.config.model, device != "cpu" and len(seat.ranks) == 1
         return on_one_gpu and not model.load_in_4bit and model.lora_kind != "dora"
 
-    def _pass_tokens(self, device: str) -> int:
+    def _pass_tokens(self, device: str, passes: int = 1) -> int:
         """Return the most tokens of a pass: at least one response, at most a full update."""
         c = self.config
-        tokens = token_budget(c.training.microbatch_tokens, device)
+        tokens = token_budget(c.training.microbatch_tokens, device, passes)
         return max(c.longest, min(tokens, c.rollout.batch // c.training.minibatches * c.longest))
 
     def check_here(self) -> None:

@@ -68,7 +68,12 @@ class LocalBackprop:
         for trained in filter(None, (actor, critic)):
             if packs(trained.model) and not trained.compute(partial(packs_rightly, trained.model)):
                 unwrapped(trained.model).set_attn_implementation("sdpa")
-        self._budget = token_budget(microbatch_tokens, actor.device)
+        self._budget = token_budget(microbatch_tokens, actor.device, self._at_once)
+
+    @property
+    def _at_once(self) -> int:
+        """The number of models that are trained at the same time."""
+        return 2 if self._critic is not None and self._actor.device.type == "cpu" else 1
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         if self._losses.algorithm.has_optimal_baseline:
@@ -104,7 +109,7 @@ class LocalBackprop:
         return metrics
 
     def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
-        if self._actor.device.type == "cpu":
+        if self._at_once > 1:
             return side_by_side(passes)
         return [run_pass() for run_pass in passes]
 

@@ -280,8 +280,9 @@ class ShardedBackprop(LocalBackprop):
             name: sum((metrics[name] for metrics in rank_metrics), Metrics()) for name in by_model
         }
 
-    def _make(self, passes: Sequence[Callable[[], Metrics]]) -> Sequence[Metrics]:
-        return [run_pass() for run_pass in passes]  # collectives must have one order on all ranks
+    @property
+    def _at_once(self) -> int:
+        return 1  # collectives must have one order on all ranks
 
     def finish(self) -> Stats:
         """Return ``passes/balance``: the mean rank's tokens (padding included) over the largest
