@@ -997,6 +997,26 @@ def test_packed_layers_give_the_same_bits_and_follow_the_weights() -> None:
     assert "forward" not in vars(net[0])
 
 
+def test_packed_layers_of_shared_weights_are_freed_once_all_responses_are_complete() -> None:
+    """The learner has the memory during its update. Copies of weights are kept for more prompts."""
+    m = larger(torch.bfloat16, layers=1)
+    e = engine(m, max_new_tokens=3)
+    if not (layers := len(e._packed.layers)):
+        pytest.skip("this CPU packs no layers")
+    expected = run(e, PROMPTS[2:4])
+    assert len(e._packed._packed) == layers
+    e.load(weights_of(m, 1, copied=False))
+    e.release([0, 1])
+    made = rollouts(PROMPTS[2:4])
+    e.admit(told(made))
+    for chunk in e.decode(1).chunks:
+        made[chunk.rollout_id].append(chunk)
+    assert len(e._packed._packed) == layers  # kept between chunks
+    finish(e, made)
+    assert not e._packed._packed
+    assert [r.tokens for r in made] == [r.tokens for r in expected]
+
+
 # -- several bodies, several threads ---------------------------------------------------------------
 
 

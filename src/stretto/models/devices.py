@@ -398,6 +398,8 @@ class PackedLinears(ReplacedForwards):
         return self._packed
 
     def invalidate(self) -> None:
+        """Pack again before the next use, and free the memory until then."""
+        self._packed = []
         self._versions = []
 
 

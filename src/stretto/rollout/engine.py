@@ -88,6 +88,7 @@ class TorchEngine(Engine):
         self._most_unread = backend.steps_unread
         self._adapters = FusedAdapters(model, on=backend.fuses_adapters and not self._sliced)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
+        self._shares_weights = False  # with a learner that changes them in place
         self._speculation: SpeculativeDecoding | None = None
         if config.speculative_tokens:
             proposer: Proposer = PromptLookup(config.samples_per_prompt)
@@ -104,6 +105,7 @@ class TorchEngine(Engine):
         tensors = fetched(self.settings.channel, weights)
         load_weights(self.model, weights, tensors, "the engine")
         self.version = weights.version
+        self._shares_weights = not tensors
         self._packed.invalidate()
         for row in (*self._held.values(), *self._parked.values()):
             self._renew(row)
@@ -188,6 +190,8 @@ class TorchEngine(Engine):
         finally:
             self._packed.restore()  # an interruption may come while they are entered or left
             self._adapters.restore()
+            if self._shares_weights and not self._held:
+                self._packed.invalidate()  # the learner needs the memory, and changes the weights
         return steps
 
     @torch.inference_mode()
