@@ -360,19 +360,21 @@ def test_models_trained_side_by_side_have_passes_at_the_same_time() -> None:
 
 
 def test_models_trained_side_by_side_share_a_cpus_default_tokens() -> None:
-    """1,024 of the actor alone, 512 each with a critic; two processes of shards take turns."""
-    activations = {}
-    long = {"task": {"max_prompt_tokens": 64}, "rollout": {"batch": 64, "max_new_tokens": 64}}
-    for algorithm, budget in (("rloo", 0), ("ppo", 0), ("ppo", 512), ("ppo", 1024)):
-        settings = {"algorithm": {"name": algorithm}, "training": {"microbatch_tokens": budget}}
-        if algorithm == "rloo":
-            settings["rollout"] = {"samples_per_prompt": 2}
-        rollout = {**long["rollout"], **settings.pop("rollout", {})}
-        load = found(**{**long, **settings, "rollout": rollout})["cpu"]
-        activations[algorithm, budget] = load.work["training"]["activations"]
-    alone = activations["rloo", 0]
-    assert activations["ppo", 0] == activations["ppo", 512] == alone
-    assert activations["ppo", 1024] == 2 * alone
+    """1,024 of the actor alone, 512 of each with a critic. A setting holds for each of them."""
+
+    def activations(algorithm: str, budget: int) -> int:
+        load = found(
+            algorithm={"name": algorithm},
+            task={"max_prompt_tokens": 64},
+            rollout={"batch": 64, "max_new_tokens": 64, "samples_per_prompt": 2},
+            training={"microbatch_tokens": budget},
+        )["cpu"]
+        return load.work["training"]["activations"]
+
+    alone = activations("rloo", 1024)
+    assert activations("rloo", 0) == alone
+    assert activations("ppo", 0) == activations("ppo", 512) == alone
+    assert activations("ppo", 1024) == 2 * alone
 
 
 def test_scorers_that_heads_do_not_divide_are_counted_as_shards() -> None:
