@@ -21,8 +21,6 @@ class GrowingText:
         # Decoded in a window, because a token's text depends on the token before it.
         self._start = self._read = 0
         self._text, self._taken = "", 0
-        self._borders = [_borders(string) for string in self._stop]
-        self._begun = [0] * len(self._stop)  # how much of each string the text ends with
         self.stopped_by: str | None = None
 
     def add(self, tokens: Sequence[int]) -> int:
@@ -40,7 +38,7 @@ class GrowingText:
             self._extend(last=True)
         end = len(self._text)
         if not last and self.stopped_by is None:
-            end -= max(self._begun, default=0)
+            end -= max((_begun(string, self._text) for string in self._stop), default=0)
         piece, self._taken = self._text[self._taken : end], max(end, self._taken)
         return piece
 
@@ -60,27 +58,13 @@ class GrowingText:
         if matches:
             at, self.stopped_by = min(matches)
             self._text = self._text[:at]
-            return
-        for i, (string, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
-            self._begun[i] = _matched(string, borders, self._text[old_length:], self._begun[i])
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return cast(str, self._tokenizer.decode(list(tokens), **options))
 
 
-def _matched(string: str, borders: Sequence[int], text: str, matched: int = 0) -> int:
-    """Return how much of a string's start a text ends with (KMP), if ``matched`` came before."""
-    for character in text:
-        while matched and string[matched] != character:
-            matched = borders[matched - 1]
-        matched += string[matched] == character
-    return matched
-
-
-def _borders(string: str) -> list[int]:
-    """Return the length of the longest border of each prefix (Knuth, Morris, Pratt)."""
-    borders = [0] * len(string)
-    for end in range(1, len(string) - 1):
-        borders[end] = _matched(string, borders, string[end], borders[end - 1])
-    return borders
+def _begun(string: str, text: str) -> int:
+    """Return how much of a string's start, but not all of it, a text ends with."""
+    longest = min(len(string) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
