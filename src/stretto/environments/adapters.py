@@ -315,48 +315,42 @@ def _refuse_program() -> Episode:
     raise AssertionError("a program holds its loop itself")
 
 
+@dataclass(eq=False)
 class _Functions(Episode):
     """Functions as tools. A turn without calls ends the episode."""
 
-    def __init__(
-        self,
-        tools: Mapping[str, Any],
-        verl: Mapping[str, VerlTool],
-        row: Row,
-        run: Runner,
-        results: Results,
-    ) -> None:
-        self._tools = tools
-        self._verl = verl
-        self._row = row
-        self._run, self._results = run, results
-        self._instances: dict[str, str] = {}
+    tools: Mapping[str, Any]
+    verl: Mapping[str, VerlTool]
+    row: Row
+    run: Runner
+    results: Results
+    instances: dict[str, str] = field(default_factory=dict)
 
     async def open(self, messages: Sequence[Row]) -> Opening:
-        for name, tool in self._verl.items():
-            self._instances[name] = await tool.create(self._row, self._run)
+        for name, tool in self.verl.items():
+            self.instances[name] = await tool.create(self.row, self.run)
         return Opening()
 
     async def step(self, turn: Turn) -> TurnResult:
         if turn["finish"] == "length" or not turn["calls"]:
             return TurnResult(done=True)
-        verl_tools = {name: tool.call(self._instances[name]) for name, tool in self._verl.items()}
-        tools = ToolSet({**self._tools, **verl_tools}, self._run, self._results)
+        verl_tools = {name: tool.call(self.instances[name]) for name, tool in self.verl.items()}
+        tools = ToolSet({**self.tools, **verl_tools}, self.run, self.results)
         messages, records = await tools.answer(turn["calls"])
         return TurnResult(
             messages, reward=summed(*(r.get("reward") for r in records)), calls=records
         )
 
     async def finish(self) -> float | None:
-        instances = self._instances.items()
+        instances = self.instances.items()
         return summed(
-            *[await self._verl[name].reward(instance, self._run) for name, instance in instances]
+            *[await self.verl[name].reward(instance, self.run) for name, instance in instances]
         )
 
     async def close(self) -> None:
-        while self._instances:
-            name, instance = self._instances.popitem()
-            await self._verl[name].release(instance, self._run)
+        while self.instances:
+            name, instance = self.instances.popitem()
+            await self.verl[name].release(instance, self.run)
 
 
 class _Pool:

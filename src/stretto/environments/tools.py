@@ -7,6 +7,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,32 +64,26 @@ class Results:
             raise
 
 
+@dataclass(frozen=True, slots=True)
 class ToolSet:
     """The tools of an episode. It runs all calls of a turn concurrently.
 
-    Args:
+    Attributes:
         of: object whose methods the tools are. Its calls run one after another.
         thread: of that object.
     """
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        run: Runner,
-        results: Results,
-        of: object = None,
-        thread: ObjectThread | None = None,
-    ) -> None:
-        self._tools = tools
-        self._run = run
-        self._results = results
-        self._of, self._thread = of, thread
+    tools: Mapping[str, Tool]
+    run: Runner
+    results: Results
+    of: object = None
+    thread: ObjectThread | None = None
 
     async def answer(
         self, calls: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Run the calls of a turn. Return a message and a record for each, in order."""
-        if self._of is None:
+        if self.of is None:
             answers = await asyncio.gather(*map(self._answer, calls))
         else:
             answers = [await self._answer(call) for call in calls]
@@ -99,11 +94,11 @@ class ToolSet:
         name, arguments = call["name"], call["arguments"]
         status = call["status"]
         record = {"name": name, "arguments": arguments, "status": status}
-        if status == "ok" and name not in self._tools:
+        if status == "ok" and name not in self.tools:
             record["status"] = "unknown"
         try:
             result, shared = await self._result(call)
-            if self._of is None:
+            if self.of is None:
                 result, reward, metrics = read_result(result)
                 extra = {"reward": reward, "metrics": metrics}
                 record |= {k: plain(v) for k, v in extra.items() if v is not None}
@@ -127,16 +122,16 @@ class ToolSet:
         if call["status"] != "ok":
             why = call.get("reason") or ("it has no end" if call["status"] == "unclosed" else "")
             raise CallError(f"the call cannot be read: {why or call['raw'][:200]}")
-        tool = self._tools.get(name)
+        tool = self.tools.get(name)
         if tool is None:
-            raise CallError(f"there is no tool '{name}'. {nearest(name, self._tools)}")
+            raise CallError(f"there is no tool '{name}'. {nearest(name, self.tools)}")
         try:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             raise CallError(f"{name}: {error}") from error
-        of = tool if self._of is None else self._of
+        of = tool if self.of is None else self.of
         bound_call = partial(tool, **arguments)
-        if getattr(tool, "deterministic", False) and self._of is None:
+        if getattr(tool, "deterministic", False) and self.of is None:
             key = json.dumps([name, arguments], sort_keys=True)
-            return await self._results.of(key, lambda: self._run(bound_call, of))
-        return await self._run(bound_call, of, self._thread), False
+            return await self.results.of(key, lambda: self.run(bound_call, of))
+        return await self.run(bound_call, of, self.thread), False
