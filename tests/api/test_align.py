@@ -341,7 +341,7 @@ def test_what_is_done_is_not_done_again(
 @pytest.mark.parametrize(
     ("changes", "options", "error", "code", "fact"),
     [
-        ({"train": {"task__held_out": ""}}, {}, ConfigError, "stages-share-prompts", "0.0"),
+        ({"train": {"task__held_out": 0}}, {}, ConfigError, "stages-share-prompts", "0.0"),
         ({"train": {"task__held_out": 0.2}}, {}, ConfigError, "stages-share-prompts", "0.2"),
         ({"train": {"task__held_out": "train"}}, {}, ConfigError, "stages-share-prompts", "train"),
         ({"train": {"task__columns": {}}}, {}, TaskError, None, "reference_column="),

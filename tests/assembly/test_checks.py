@@ -145,7 +145,7 @@ def test_a_reward_model_without_room_for_a_response_is_refused(
     """Of its own tokens a text may take more or less; the shortest prompt alone shows enough."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "eighteen tokens..."}\n{"prompt": "ten tokens"}\n')
-    task = {"kind": "dataset", "name": str(rows), "settings": {}, "held_out": "", "size": 0}
+    task = {"kind": "dataset", "name": str(rows), "settings": {}, "held_out": 0, "size": 0}
     for count in (10, 11):
         model = short(reward_model(vocabulary=260), count)
         folder = saved(tmp_path / str(count), model, other_tokenizer())
@@ -290,7 +290,7 @@ def test_prompts_that_spell_control_tokens_are_remarked_on(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    task = {"kind": "dataset", "name": str(rows), "settings": {}, "held_out": "", "size": 0}
+    task = {"kind": "dataset", "name": str(rows), "settings": {}, "held_out": 0, "size": 0}
     for text, remarks in (("say <eos><bos>", 1), ("say it", 0)):
         rows.write_text(f'{{"prompt": "{text}"}}\n')
         said: list[str] = []

@@ -305,11 +305,6 @@ class TaskConfig(Section):
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are skipped, counted and reported."""
 
-    @field_validator("held_out", mode="before")
-    @classmethod
-    def _no_rows(cls, value: Any) -> Any:
-        return value or 0.0  # earlier versions wrote ''
-
     def rules(self, broken: Rules) -> None:
         """Check that a share of the prompts leaves some to train on."""
         broken["held-out-share"] = not 0 <= self.held_out_share < 1 and (
