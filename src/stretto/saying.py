@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
 
 Say = Callable[[str], None]  # shows a line
 Advance = Callable[[int], None]  # reports an amount of finished work
@@ -22,7 +22,7 @@ class Display:
         self.note(text)
 
     def working(
-        self, what: str, total: int = 0, limit_s: float = inf
+        self, what: str, total: int = 0, limit_s: float = math.inf
     ) -> AbstractContextManager[Advance]:
         """Show work in progress during a ``with`` statement.
 
@@ -38,7 +38,7 @@ silent = Display()  # shows nothing
 
 
 def working(
-    say: Say, what: str, total: int = 0, limit_s: float = inf
+    say: Say, what: str, total: int = 0, limit_s: float = math.inf
 ) -> AbstractContextManager[Advance]:
     return (say if isinstance(say, Display) else silent).working(what, total, limit_s)
 
@@ -62,6 +62,12 @@ def format_size(size_bytes: int) -> str:
             digits = ",.4g" if size_bytes < 1000 * size else ",.0f"
             return f"{size_bytes / size:{digits}} {unit}"
     return f"{size_bytes} B"
+
+
+def tick_step(length: float, ticks: int) -> float:
+    """Return the least of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
+    power = 10.0 ** math.floor(math.log10(length / ticks))
+    return next(f * power for f in (1, 2, 5, 10, 20) if length <= f * power * ticks)
 
 
 def padded(rows: Sequence[Sequence[str]], left: int = 1) -> list[list[str]]:

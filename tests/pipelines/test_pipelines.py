@@ -29,8 +29,7 @@ from stretto.pipelines.graph import (
     make_graph,
 )
 from stretto.pipelines.pipeline_schedule import BUBBLES, PipelineSchedule, evaluate, memory_curve
-from stretto.pipelines.problem import ModelPipelines, Problem
-from stretto.pipelines.sizes import Parallel, make_problem
+from stretto.pipelines.problem import ModelPipelines, Parallel, Problem, make_problem
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())
 

@@ -25,7 +25,7 @@ from pipeline_helpers import model
 from raising import raises
 from stretto.cli.main import main
 from stretto.errors import ConfigError
-from stretto.pipelines.draw import KINDS, bars, page_html, save_png, tick_step, timeline_svg
+from stretto.pipelines.draw import KINDS, bars, page_html, save_png, timeline_svg
 from stretto.pipelines.graph import (
     Ints,
     capacity_units,
@@ -38,10 +38,10 @@ from stretto.pipelines.graph import (
 )
 from stretto.pipelines.listing import UNLIMITED, decode, urgency
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
-from stretto.pipelines.problem import ModelPipelines, Problem
+from stretto.pipelines.problem import UNITS, ModelPipelines, Problem, Units
 from stretto.pipelines.search import View, list_schedule
-from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
+from stretto.saying import tick_step
 
 
 def test_without_a_folder_for_a_cache_functions_are_compiled_in_each_process(
@@ -317,7 +317,10 @@ class TestPictures:
 
     @pytest.mark.parametrize(
         ("length", "ticks", "step"),
-        [(16.848, 5, 5), (2211.84, 5, 500), (1.0, 5, 0.2), (225, 10, 50), (100, 10, 10)],
+        [
+            *((16.848, 5, 5), (2211.84, 5, 500), (1.0, 5, 0.2), (225, 10, 50), (100, 10, 10)),
+            *((10, 8, 2), (7, 8, 1), (0.3, 8, 0.05), (81, 8, 20), (80, 8, 10)),
+        ],
     )
     def test_tick_step(self, length: float, ticks: int, step: float) -> None:
         assert tick_step(length, ticks) == pytest.approx(step)

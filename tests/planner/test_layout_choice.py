@@ -8,7 +8,7 @@ import pytest
 
 from stretto.config import Config
 from stretto.layout import Layout
-from stretto.planner.layout_choice import with_layouts
+from stretto.planner.choices import with_layouts
 
 GB = 10**9
 

@@ -89,8 +89,8 @@ def settled(config: R, say: Callable[[str], object]) -> R:
         say(f"model.dtype = auto takes {name}: {because}")
         config = config.changed_in("model", dtype=name)
     if isinstance(config, Config) and any(p.ranks > 1 for p in config.cluster.processes):
+        from stretto.planner.choices import with_layouts
         from stretto.planner.fitting import GPU_BYTES
-        from stretto.planner.layout_choice import with_layouts
 
         config = with_layouts(config, say, GPU_BYTES if elsewhere else 0, cluster_gpus)
     if device.type == "cpu" and not elsewhere:

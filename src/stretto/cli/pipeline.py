@@ -20,8 +20,7 @@ from stretto.observe.progress import on_stderr
 from stretto.saying import working
 
 if TYPE_CHECKING:
-    from stretto.pipelines.problem import Problem
-    from stretto.pipelines.sizes import Units
+    from stretto.pipelines.problem import Problem, Units
     from stretto.pipelines.solve import Solution
 
 _NEEDED_SIZES = ("actor", "critic", "actor_stages", "critic_stages", "micro_batches")
@@ -118,8 +117,7 @@ def _check_files(schedule: str, draw: str) -> None:
 
 
 def _problem(file: str, sizes: ModelSizes, capacity: float | None) -> tuple[Problem, Units]:
-    from stretto.pipelines.problem import Problem
-    from stretto.pipelines.sizes import UNITS, Parallel, Units, make_problem
+    from stretto.pipelines.problem import UNITS, Parallel, Problem, Units, make_problem
 
     if file:
         size_names = [f.name for f in fields(ModelSizes) if getattr(sizes, f.name) != f.default]

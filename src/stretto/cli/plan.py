@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.api import calibrating, planning
@@ -53,16 +53,13 @@ def command_plan(
     print(worded("\n".join(_lines(plan, options.gpus, recipes.name_of(recipe)))))
     if write:
         start = recipes.load(recipe, checked=False)
-        _write(plan, write, recipe, changes.difference(start.model_dump(), config.model_dump()))
+        also = changes.difference(start.model_dump(), config.model_dump())
+        planning.write(write, plan, plan.found.best[0].candidate, also)
+        print(f"wrote {write}: stretto train {recipe} --overrides {write}")
 
 
 def run_plan(arguments: Sequence[str]) -> int:
     return call_with_config(command_plan, "plan", arguments, _offered())
-
-
-def _write(plan: Plan, file: str, recipe: str, also: Mapping[str, Any]) -> None:
-    planning.write(file, plan, plan.found.best[0].candidate, also)
-    print(f"wrote {file}: stretto train {recipe} --overrides {file}")
 
 
 def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from stretto.assembly.run_models import load_reward_model
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.models.info import load_config
+from stretto.models.load import named_ends
 from stretto.models.resolve import adapter_base, resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
@@ -119,10 +120,7 @@ def end_tokens_of(
         config = GenerationConfig.from_pretrained(str(path))
     except OSError:  # without one, transformers takes the model's config
         config = load_config(path, trust_remote_code).get_text_config(decoder=True)
-    model_ends: Any = getattr(config, "eos_token_id", None)
-    tokenizer_end: Any = tokenizer.eos_token_id
-    ids = [*(model_ends if isinstance(model_ends, list) else [model_ends]), tokenizer_end]
-    return frozenset(int(i) for i in ids if i is not None)
+    return named_ends(config, tokenizer)
 
 
 def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> str:

@@ -27,17 +27,17 @@ def html_of(
     curves = (_curve(name, history) for name in CURVES)
     report = folder / "report.html"
     links = {"folder": folder, "model": model, "report": report}
-    footer = [_link(name, path) for name, path in links.items() if path and path.exists()]
+    footer = [
+        f'<a href="{escape(quote(os.path.relpath(path)))}">{name}</a>'
+        for name, path in links.items()
+        if path and path.exists()
+    ]
     if not report.exists():
         footer.append(f"<code>stretto report {escape(str(folder))}</code>")
     return (
         f"<div><p><b>{escape(folder.name)}</b>: {escape(facts)}</p>"
         f"<div>{''.join(curves)}</div><p>{' · '.join(footer)}</p></div>"
     )
-
-
-def _link(name: str, path: Path) -> str:
-    return f'<a href="{escape(quote(os.path.relpath(path)))}">{name}</a>'
 
 
 def _curve(name: str, history: Sequence[Mapping[str, Any]]) -> str:

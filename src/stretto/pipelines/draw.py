@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.graph import BACKWARD, Graph, make_graph
 from stretto.pipelines.pipeline_schedule import BUBBLES, ScheduleMetrics, memory_curve
-from stretto.pipelines.problem import Problem
-from stretto.pipelines.sizes import Units
+from stretto.pipelines.problem import Problem, Units
+from stretto.saying import tick_step
 
 KINDS = ("actor forward", "actor backward", "critic forward", "critic backward")
 _COLOURS = ("#4477aa", "#8fb4d9", "#cc6677", "#e8b0b8")
@@ -183,12 +182,6 @@ def _curves(
 
 def _memory_axis(units: Units) -> str:
     return "activation memory" + (f" ({units.memory})" if units.memory else "")
-
-
-def tick_step(length: float, ticks: int) -> float:
-    """Return the least of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
-    power = 10.0 ** math.floor(math.log10(length / ticks))
-    return next(f * power for f in (1, 2, 5, 10, 20) if length <= f * power * ticks)
 
 
 def page_html(

@@ -408,15 +408,12 @@ def _replica(
     for line in notes:
         say(line)
     load = sync.follow(placed.role, executor, info.follows) if info.follows else None
-    if not workers.groups:  # replicas share a model and its name in traces
-        client = ScorerClient(
-            info, executor, links.spans, placed.role, load, info.name, gate=links.gate
-        )
-        return ScorerReplica(client, placed.host)
-    if placed.scorer == "reference" and overrides.reference is None:
+    if workers.groups and placed.scorer == "reference" and overrides.reference is None:
         executor.ask(ScorerService.require, workers.ready)
-    client = ScorerClient(info, executor, links.spans, placed.role, load, gate=links.gate)
-    return ScorerReplica(client, placed.host, short_name(placed.role))
+    # Replicas on threads share a model and its name in traces.
+    label, device = ("", short_name(placed.role)) if workers.groups else (info.name, "")
+    client = ScorerClient(info, executor, links.spans, placed.role, load, label, gate=links.gate)
+    return ScorerReplica(client, placed.host, device)
 
 
 def _speeds(

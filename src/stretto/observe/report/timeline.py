@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import count
 from string import Template
 
 from stretto.errors import ConfigError
@@ -15,6 +14,7 @@ from stretto.observe.report.run_data import LoadedRun
 from stretto.observe.spans import ENVIRONMENT, Span
 from stretto.observe.trace import TracedStep
 from stretto.observe.waiting import profile
+from stretto.saying import tick_step
 
 MAX_BARS = 300  # Most bars of a role. Beyond it, neighbours of one kind are joined.
 
@@ -211,12 +211,6 @@ def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int
         )
         x += width
     return elements, rows
-
-
-def tick_step(length: float, ticks: int) -> float:
-    """Return the least of 1, 2, 5, 10, ... (or a fraction) that gives at most ``ticks`` steps."""
-    sizes = (factor * 10.0**power for power in count(-6) for factor in (1, 2, 5))
-    return next(size for size in sizes if length / size <= ticks)
 
 
 def seconds_text(seconds: float) -> str:
