@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import load_actor, prepare_torch, with_adapters
@@ -40,10 +42,6 @@ from stretto.tasks.prompts import render
 from stretto.training import shard_files, warmup
 from stretto.types import Message, Prompt, Response, Sampling, WeightsRef
 from stretto.weights.channel import SharedChannel
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase
 
 LONGEST = 4096
 """Default limit of prompt and answer tokens, or the model's positions if fewer. It is bounded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stretto.api.settings import settled
 from stretto.checks import check_run, check_supervised, disk
@@ -12,17 +11,16 @@ from stretto.config import Config, ModelConfig, RewardModelConfig, SftConfig, Ta
 from stretto.config.sections import RewardSource
 from stretto.config.training_config import PipelineConfig
 from stretto.machine import usable_cores, usable_gpus
+from stretto.models.resolve import is_known, resolve
+from stretto.observe.progress import headline
+from stretto.planner import fitting
+from stretto.planner.fitting import MemoryPlan, format_plan, plan_for
+from stretto.runtime.placement import places, remarks, table
 from stretto.tasks.tables import is_local
-
-if TYPE_CHECKING:
-    from stretto.planner.fitting import MemoryPlan
 
 
 def describe_run(config: Config) -> str:
     """Describe a reinforcement learning run. Raises the errors of ``check_run``."""
-    from stretto.observe.progress import headline
-    from stretto.planner.fitting import format_plan, plan_for
-
     check_run(config, ask_hub=False)
     choices: list[str] = []
     if _gpus(config.model) or any(p.ranks > 1 for p in config.cluster.processes):
@@ -54,8 +52,6 @@ def describe_run(config: Config) -> str:
 
 def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
     """Describe supervised training. Raises the errors of ``check_supervised``."""
-    from stretto.planner.fitting import format_plan, plan_for
-
     check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
     length = f"{config.steps} updates" if config.steps else f"{config.training.epochs} epoch(s)"
@@ -87,9 +83,6 @@ def _pipelines(p: PipelineConfig) -> Iterator[str]:
 
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
-    from stretto.planner import fitting
-    from stretto.runtime.placement import places, remarks, table
-
     gpus = _gpus(config.model)
     if not (config.runtime_kind.has_processes or gpus):
         return
@@ -134,8 +127,6 @@ def _source(source: RewardSource) -> str:
 
 
 def _place(name: str) -> str:
-    from stretto.models.resolve import is_known, resolve
-
     if is_known(name):
         return "one of Stretto's own"
     return "local" if isinstance(resolve(name), Path) else "from the hub"

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
-from stretto.api.alignment import align, check_settings, replaced, resume_alignment, stages_of
+from stretto.api.alignment import (
+    Aligned,
+    PolicyOutcome,
+    align,
+    check_settings,
+    replaced,
+    resume_alignment,
+    stages_of,
+)
 from stretto.api.settings import RESUMABLE, check_resumable
 from stretto.cli.options import (
     DEFAULT_RECIPES,
@@ -23,9 +31,6 @@ from stretto.cli.parsing import File, options_of, takes
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError
-
-if TYPE_CHECKING:
-    from stretto.api.alignment import Aligned, PolicyOutcome
 
 # Training code is imported after parsing, so that --help is fast.
 

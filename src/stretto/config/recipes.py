@@ -12,10 +12,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import tomli_w
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from stretto.config import Config, RewardModelConfig, Section, SftConfig
 from stretto.config.sections import UNCHECKED, subsection
@@ -23,9 +24,6 @@ from stretto.errors import ConfigError, near, nearest
 from stretto.foreign import ADVICE, ELSEWHERE, OF_RUNS, RENAMED
 from stretto.interfaces import QUOTED, SETTINGS, TomlFile, worded
 from stretto.layout import LAYOUT_SETTINGS
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 S = TypeVar("S", bound=Section)
 

@@ -6,18 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from stretto.environments.bridge import Bridge, Turn
 from stretto.environments.executors import EnvironmentExecutor, answer_of
 from stretto.environments.results import error_text
 from stretto.errors import EpisodeLostError, RewardError
 from stretto.types import FORKS, Message, Observation, Prompt, Response, sampled_of
 from stretto.workers.child import ProcessLostError
-
-if TYPE_CHECKING:
-    from stretto.environments.bridge import Bridge, Turn
 
 LOSSES = 5
 """Processes of one executor that may be lost in a row. Any answer resets the count."""

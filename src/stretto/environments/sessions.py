@@ -13,7 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from stretto.environments.templates import Tools
 from stretto.errors import EngineError
 from stretto.saying import Say, silent
 from stretto.scoring.response_buffer import before_stop, response_text
+from stretto.tasks.encode import Encoder
 from stretto.tasks.messages import arguments_in
 from stretto.types import (
     Chunk,
@@ -35,9 +36,6 @@ from stretto.types import (
     Sampling,
     fork_id,
 )
-
-if TYPE_CHECKING:
-    from stretto.tasks.encode import Encoder
 
 
 class Bridges:

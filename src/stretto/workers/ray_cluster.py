@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from stretto import files, signals
 from stretto.errors import ConfigError, first_line, require
 from stretto.workers.connection import Address, Listener, NotConnectedError, Raw, connected
-
-if TYPE_CHECKING:
-    from stretto.workers.rank import Facts, GroupSpec
+from stretto.workers.rank import Facts, GroupSpec
 
 OBJECT_STORE_BYTES = 200 * 2**20  # of a cluster started here, as the store is unused
 PATTERNS = (
