@@ -28,7 +28,7 @@ keep_freed_memory()  # before torch is imported, as the command line does
 from _shared import parse
 from stretto import api
 from stretto.machine import Machine
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 
 SMOKE = {
     "recipe": "tiny",
@@ -62,7 +62,7 @@ def train(recipe: str, folder: Path, changes: Mapping[str, Any]) -> Trained:
         times.append((time.perf_counter() / 60, (used.ru_utime + used.ru_stime) / 60))
         rewards.append(metrics["objective/scores"])
 
-    quiet = NoProgress()
+    quiet = Progress()
     model = api.train(recipe, out=str(folder), progress=quiet, on_step=note, **changes).model
     share = len(times) / max(len(times) - 1, 1)
     minutes, cpu_minutes = (share * (b - a) for a, b in zip(times[0], times[-1], strict=True))

@@ -24,7 +24,7 @@ from _shared import parse
 from stretto import api
 from stretto.config import Config, ScheduleConfig, changes
 from stretto.models.tiny import byte_tokenizer
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.planner.formulas import priced
 from stretto.planner.replay import Recording
 from stretto.runtime.sim.cluster import Cluster
@@ -142,7 +142,7 @@ def settings(args: argparse.Namespace, folder: Path) -> Config:
 
 def real(config: Config) -> tuple[Measured, Path]:
     """Train; the measured steps, and the run's folder."""
-    run = api.train(config, progress=NoProgress()).model.parent
+    run = api.train(config, progress=Progress()).model.parent
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if step["step"] > WARM]
     busy = {

@@ -48,7 +48,7 @@ from stretto.errors import first_line, is_installed
 from stretto.layout import Layout
 from stretto.models.shapes import known_config
 from stretto.models.tiny import byte_tokenizer
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.planner import fitting
 from stretto.planner.measuring import MeasuredModel, WorkSizes, peaks, prefills, swaps, trainings
 from stretto.rollout.base import EngineSettings
@@ -168,7 +168,7 @@ class Bench:
 
     def trained(self, config: Config) -> tuple[dict[str, torch.Tensor], dict[str, float], Path]:
         """The weights after a run, the metrics of its last step, and its folder."""
-        run = api.train(config, progress=NoProgress()).model.parent
+        run = api.train(config, progress=Progress()).model.parent
         lines = (run / "metrics.jsonl").read_text().splitlines()
         files = (run / "model").glob("*.safetensors")
         return {n: t for f in files for n, t in load_file(f).items()}, json.loads(lines[-1]), run
@@ -381,7 +381,7 @@ def resume(bench: Bench) -> Iterator[Row]:
         steps = 2 * FEW
         straight, same = (bench.trained(bench.config(**every, steps=steps))[0] for _ in range(2))
         _, _, run = bench.trained(bench.config(**every, steps=FEW))
-        api.resume(run, progress=NoProgress(), steps=steps)
+        api.resume(run, progress=Progress(), steps=steps)
         files = (run / "model").glob("*.safetensors")
         resumed = {n: t for f in files for n, t in load_file(f).items()}
         return (

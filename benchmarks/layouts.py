@@ -22,7 +22,7 @@ from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster_config import ProcessConfig
 from stretto.layout import Layout
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 
 ALL = ("learner", "generator", "reference", "critic")
 LAYOUTS: Mapping[str, tuple[ProcessConfig, ...]] = {
@@ -50,7 +50,7 @@ def trained(config: Config, processes: tuple[ProcessConfig, ...]) -> list[Mappin
     placed = {"runtime": "local", "cluster": ClusterConfig(processes=processes)}
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory.create(Path(folder), "run", config)
-        runs.train(config.model_copy(update=placed), run_dir=run, progress=NoProgress())
+        runs.train(config.model_copy(update=placed), run_dir=run, progress=Progress())
         return list(run.read_metrics())
 
 

@@ -29,7 +29,7 @@ from _old_data import REMEDIES
 from _shared import parse
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.observe.report import style
 from stretto.runs import train
 
@@ -177,7 +177,7 @@ def metrics(config: Config, out: Path, name: str, remedy: str = "") -> list[dict
             return rows[: config.steps]
     run_dir = RunDirectory.create(out, name, config)
     with REMEDIES[remedy]():
-        train(config, run_dir=run_dir, progress=NoProgress())
+        train(config, run_dir=run_dir, progress=Progress())
     return run_dir.read_metrics()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_workers import Batch, Trainer, lm_loss, value_loss
+from rank_helpers import call_each
 from stretto.models.forward import backbone, output_head
 from stretto.models.heads import critic_from_actor
 from stretto.models.tensor_parallel import Cuts, plan_cuts
@@ -85,4 +86,4 @@ def load_stages(ranks: RankGroup, layout: StageLayout, actor: Any, critic: Any) 
             cut(models[name], layout.of(name)[0], layout.place(name, rank)[1]) for name in NAMES
         )
         stages.append((first, second, layout, (of_actor, of_critic), owners))
-    ranks.call_each(Trainer.load, stages)
+    call_each(ranks, Trainer.load, stages)

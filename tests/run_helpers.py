@@ -21,7 +21,7 @@ from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory, Sample
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.planner.measuring import WorkSizes
 from stretto.runs.checkpoint import Checkpointer
 from stretto.runtime.run import Run
@@ -121,7 +121,7 @@ def supervised(kind: type[S], tiny_folder: Path, rows: str, **sections: Any) -> 
 
 def run(config: Config, out: Path, progress: Any = None) -> tuple[RunDirectory, runs.TrainResult]:
     run_dir = RunDirectory.create(out, "run", config)
-    return run_dir, runs.train(config, run_dir=run_dir, progress=progress or NoProgress())
+    return run_dir, runs.train(config, run_dir=run_dir, progress=progress or Progress())
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -168,7 +168,7 @@ def ended_rollout(
     return made
 
 
-class Notes(NoProgress):
+class Notes(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -176,7 +176,7 @@ class Notes(NoProgress):
         self.notes.append(text)
 
 
-class Kill(NoProgress):
+class Kill(Progress):
     """Ctrl-C just after the records of a step are written."""
 
     def __init__(self, step: int) -> None:
@@ -198,7 +198,7 @@ def killed_by_ctrl_c() -> Iterator[None]:
             yield
 
 
-class Killer(NoProgress):
+class Killer(Progress):
     """Sends a signal to the process of a role after the first step."""
 
     def __init__(self, role: str, number: int = signal.SIGKILL) -> None:

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 from stretto import api
 from stretto.config import PRESETS
 from stretto.config.algorithm import ALGORITHMS
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 
 Digest = Mapping[str, str]
 """SHA-256, shortened, of weights, rollouts and metrics."""
@@ -63,7 +63,7 @@ def variants() -> Iterator[tuple[str, str, dict[str, Any]]]:
 def digest(name: str, recipe: str, changes: Mapping[str, Any]) -> Digest:
     """Train once; a variant that is resumed stops half-way and goes on from its checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        quiet = NoProgress()
+        quiet = Progress()
         if name.endswith("resumed"):
             half = {**changes, "steps": changes["steps"] // 2}
             run = api.train(recipe, out=folder, progress=quiet, **half).model.parent

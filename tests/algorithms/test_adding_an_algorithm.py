@@ -26,7 +26,7 @@ from stretto.config import AlgorithmConfig, Config, recipes
 from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.schedules.rollout import train_batch
 
 SURPRISE = "surprise.py:surprise"
@@ -189,7 +189,7 @@ def test_the_example_trains_alike_in_one_process_and_in_several(
     for runtime in ("inline", "local"):
         config = settings(tiny_folder, SURPRISE, runtime=runtime)
         run = RunDirectory.create(tmp_path / "runs", runtime, config)
-        runs.train(config, run_dir=run, progress=NoProgress())
+        runs.train(config, run_dir=run, progress=Progress())
         weights.append(load_file(run.model / "model.safetensors"))
     inline, local = weights
     assert all(inline[name].equal(local[name]) for name in inline)

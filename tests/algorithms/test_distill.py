@@ -24,7 +24,7 @@ from stretto.algorithms.registry import FUNCTIONS, prepare
 from stretto.config import AlgorithmConfig, Config, RewardConfig, recipes
 from stretto.errors import ConfigError, LearnerError, StateError
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.planner.fitting import plan_for
 from stretto.planner.replay import Recording
 from stretto.runtime.placement import model_scorers
@@ -246,7 +246,7 @@ def test_a_run_with_a_teacher_resumes_and_refuses_another_teacher(
     config = distilled(tiny_folder, teacher, steps=3, observe={"checkpoint_every": 1})
     whole, _ = run(config, tmp_path / "whole")
     shorter, _ = run(config.model_copy(update={"steps": 2}), tmp_path / "short")
-    runs.train(config, run_dir=shorter, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=shorter, resume=True, progress=Progress())
     assert_same_run(whole, shorter)
 
     weights = teacher / "model.safetensors"
@@ -256,7 +256,7 @@ def test_a_run_with_a_teacher_resumes_and_refuses_another_teacher(
         again = RunDirectory.open(shorter.path)
         longer = config.model_copy(update={"steps": 4})
         with raises(StateError, "other-inputs", "algorithm.teacher"):
-            runs.train(longer, run_dir=again, resume=True, progress=NoProgress())
+            runs.train(longer, run_dir=again, resume=True, progress=Progress())
     finally:
         weights.write_bytes(kept)
 

@@ -17,7 +17,7 @@ from stretto import runs
 from stretto.config import KNOBS, Config, recipes
 from stretto.config.algorithm import ALGORITHMS
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 
 SETTINGS = tomllib.loads((Path(__file__).parent / "tiny_algorithms.toml").read_text())
 
@@ -63,7 +63,7 @@ def test_tiny_learns_under(algorithm: str, schedule: str, tmp_path: Path) -> Non
     """From under 0.6 to over 0.8, in about a minute of one core."""
     config = settings(algorithm, schedule)
     run_dir = RunDirectory.create(tmp_path, algorithm, config)
-    runs.train(config, run_dir=run_dir, progress=NoProgress())
+    runs.train(config, run_dir=run_dir, progress=Progress())
     rewards = [step["objective/scores"] for step in run_dir.read_metrics()]
     assert len(rewards) == config.steps
     assert fmean(rewards[:10]) < START

@@ -25,7 +25,7 @@ from stretto.cli.main import main
 from stretto.config import ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.errors import ConfigError, ModelError, StrettoError, TaskError
 from stretto.evaluation.generation import generate as generate_each
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.planner.formulas import priced
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.simulate import simulate
@@ -335,7 +335,7 @@ def test_mistakes_leave_no_run_behind(
 
 
 def test_a_display_of_the_callers_own_is_told_of_the_steps(tmp_path: Path) -> None:
-    class Seen(NoProgress):
+    class Seen(Progress):
         rewards: list[float] = []  # noqa: RUF012
 
         def step(self, step: int, total: int, stats: Any, samples: Any) -> None:

@@ -16,7 +16,7 @@ from stretto.config.training_config import WITHOUT_EFFECT
 from stretto.errors import ConfigError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.tasks.procedural import DEFAULT_SIZE
 from stretto.tasks.prompts import render
 from stretto.training.supervised import updates
@@ -100,7 +100,7 @@ def test_gsm8k_runs_on_its_published_form(
         observe={"progress": "off", "samples": 8},
     )
     run_dir = RunDirectory.create(tmp_path, "gsm8k", config)
-    runs.train(config, run_dir=run_dir, progress=NoProgress())
+    runs.train(config, run_dir=run_dir, progress=Progress())
     samples = lines(run_dir.samples_file)
     prompts = [s["prompt"] for s in samples]
     assert prompts[0::2] == prompts[1::2]
@@ -119,7 +119,7 @@ def test_gsm8k_trains_the_real_model_on_the_real_file(tmp_path: Path) -> None:
         observe={"progress": "off", "samples": 8},
     )
     run_dir = RunDirectory.create(tmp_path, "gsm8k", config)
-    result = runs.train(config, run_dir=run_dir, progress=NoProgress())
+    result = runs.train(config, run_dir=run_dir, progress=Progress())
     assert result.steps == 3
     metrics, samples = lines(run_dir.metrics_file), lines(run_dir.samples_file)
     assert [m["step"] for m in metrics] == [1, 2, 3]
@@ -144,7 +144,7 @@ def test_tiny_learns(seed: int, tmp_path: Path) -> None:
     """From under 0.6 to over 0.8, whatever the CPU; test_tiny_algorithms.py says why so."""
     config = changed("tiny", seed=seed, observe={"progress": "off"})
     run_dir = RunDirectory.create(tmp_path, "tiny", config)
-    runs.train(config, run_dir=run_dir, progress=NoProgress())
+    runs.train(config, run_dir=run_dir, progress=Progress())
     rewards = [step["objective/scores"] for step in lines(run_dir.metrics_file)]
     assert fmean(rewards[:10]) < 0.6
     assert fmean(rewards[-10:]) > 0.8

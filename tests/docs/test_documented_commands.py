@@ -29,7 +29,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.shapes import known_config
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.planner.hardware import read_hardware
 from stretto.runtime.placement import places
 from stretto.runtime.sim.cluster import Cluster
@@ -105,7 +105,7 @@ def _runs(folder: Path) -> None:
     )
     for name, config in (("tiny", sums), ("my", own)):
         run = RunDirectory.create(out, name, config)
-        runs.train(config, run_dir=run, progress=NoProgress())
+        runs.train(config, run_dir=run, progress=Progress())
     for copied in (
         "arithmetic-001",
         "calculator-001",

@@ -14,7 +14,12 @@ import numpy as np
 from scorer_helpers import byte_tokenizer
 from stretto.config import EnvironmentConfig
 from stretto.config.sections import reward_source
-from stretto.environments.executors import EnvironmentExecutor, EnvironmentProcess, settings_of
+from stretto.environments.executors import (
+    EnvironmentExecutor,
+    EnvironmentProcess,
+    close_all,
+    settings_of,
+)
 from stretto.environments.role import EnvironmentRole
 from stretto.scoring.functions import FunctionScorer, locate
 from stretto.tasks.encode import Encoder
@@ -114,6 +119,10 @@ def role_of(
 ) -> EnvironmentRole:
     made: Any = bridge or PlainBridge()
     return EnvironmentRole(config or EnvironmentConfig(), places, made, ENCODER, 400, judges)
+
+
+def close(role: EnvironmentRole) -> None:
+    close_all([client.executor for client in role._clients])
 
 
 class Player:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_helpers import Player, call, places_of, role_of, said, text_of
+from bridge_helpers import Player, call, close, places_of, role_of, said, text_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
@@ -69,7 +69,7 @@ def test_bad_tools_are_observations() -> None:
 
     asyncio.run(go())
     assert role._clients[0].executor.starts == 1
-    role.close()
+    close(role)
 
 
 def test_text_of_a_tool_spells_no_control_token() -> None:
@@ -83,7 +83,7 @@ def test_text_of_a_tool_spells_no_control_token() -> None:
         assert 1 not in seen.tokens.tolist()
 
     asyncio.run(go())
-    role.close()
+    close(role)
 
 
 def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None:
@@ -103,7 +103,7 @@ def test_a_process_whose_threads_all_hang_is_replaced_and_others_go_on() -> None
     asyncio.run(go())
     assert role._clients[0].executor.starts == 2
     assert pid_of(role) != old
-    role.close()
+    close(role)
 
 
 def test_a_coroutine_that_blocks_is_ended_with_its_process(monkeypatch: Any) -> None:
@@ -119,7 +119,7 @@ def test_a_coroutine_that_blocks_is_ended_with_its_process(monkeypatch: Any) -> 
         assert said(await player.say(call("add", a=1, b=1))) == ["2"]
 
     asyncio.run(go())
-    role.close()
+    close(role)
 
 
 def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
@@ -134,7 +134,7 @@ def test_a_tool_that_ends_its_process_twice_is_an_error() -> None:
         assert said(await player.say(call("add", a=1, b=1))) == ["2"]
 
     asyncio.run(go())
-    role.close()
+    close(role)
 
 
 async def opened_but_killed(role: EnvironmentRole, *, starting: bool) -> list[str]:
@@ -165,7 +165,7 @@ def test_a_kill_while_a_batch_opens_costs_nothing(starting: bool) -> None:
     openings = asyncio.run(opened_but_killed(role, starting=starting))
     assert openings == [f"go from {n}" for n in range(8)]
     assert role._clients[0].losses == 0
-    role.close()
+    close(role)
 
 
 def test_processes_that_end_one_after_another_end_the_run() -> None:
@@ -182,7 +182,7 @@ def test_processes_that_end_one_after_another_end_the_run() -> None:
     with raises(RewardError, "environment-keeps-ending", "6 processes"):
         asyncio.run(go())
     assert role._clients[0].executor.starts == 6
-    role.close()
+    close(role)
 
 
 def test_a_call_is_made_twice_also_where_the_process_had_ended_before(
@@ -201,7 +201,7 @@ def test_a_call_is_made_twice_also_where_the_process_had_ended_before(
 
     asyncio.run(go())
     assert role._clients[0].executor.starts == 3
-    role.close()
+    close(role)
 
 
 def test_kill_in_the_middle_of_a_wait_loses_no_episode() -> None:
@@ -219,7 +219,7 @@ def test_kill_in_the_middle_of_a_wait_loses_no_episode() -> None:
 
     asyncio.run(go())
     assert role._clients[0].executor.starts == 2
-    role.close()
+    close(role)
 
 
 @pytest.mark.parametrize("name", ["Random", "Killer"])
@@ -235,7 +235,7 @@ def test_an_episode_that_cannot_be_replayed_is_lost(name: str) -> None:
 
     with raises(EpisodeLostError, "episode-lost"):
         asyncio.run(go())
-    role.close()
+    close(role)
 
 
 @pytest.mark.parametrize("replay", ["auto", "recorded", "no"])
@@ -258,7 +258,7 @@ def test_a_resumed_episode_goes_on_by_its_log(replay: Any) -> None:
     else:
         asyncio.run(go())
     for each in (role, later):
-        each.close()
+        close(each)
 
 
 def test_another_answer_in_a_replay_is_noticed() -> None:
@@ -273,7 +273,7 @@ def test_another_answer_in_a_replay_is_noticed() -> None:
     with raises(EpisodeLostError, "episode-lost", "turn 1 has another answer"):
         asyncio.run(go())
     for each in (role, later):
-        each.close()
+        close(each)
 
 
 @pytest.mark.parametrize("how", ["killed", "restarted"])
@@ -294,7 +294,7 @@ def test_another_opening_in_a_replay_is_noticed(how: str) -> None:
     with raises(EpisodeLostError, "episode-lost", "it has another opening"):
         asyncio.run(go())
     for each in (role, later):
-        each.close()
+        close(each)
 
 
 def test_episodes_end_at_their_limits() -> None:
@@ -345,7 +345,7 @@ def test_a_step_that_cannot_be_read_is_a_failure_of_the_episode(name: str, failu
         assert (seen.reward, seen.ended_by, said(seen)) == (None, "environment", [])
 
     asyncio.run(go())
-    role.close()
+    close(role)
 
 
 def test_where_the_template_breaks_a_sample_is_forked() -> None:
@@ -376,7 +376,7 @@ def test_where_the_template_breaks_a_sample_is_forked() -> None:
         assert not role._episodes
 
     asyncio.run(go())
-    role.close()
+    close(role)
 
 
 def test_a_thousand_episodes_wait_at_once() -> None:
@@ -389,7 +389,7 @@ def test_a_thousand_episodes_wait_at_once() -> None:
         return await asyncio.gather(*(player.say(turn) for player in players))
 
     assert {said(seen)[0] for seen in asyncio.run(go())} == {'{"said": "hello you"}'}
-    role.close()
+    close(role)
 
 
 def test_siblings_share_results_of_deterministic_functions() -> None:
@@ -404,7 +404,7 @@ def test_siblings_share_results_of_deterministic_functions() -> None:
     seen = asyncio.run(go())
     assert {said(each)[0] for each in seen} == {"1"}
     assert sum(each.record["calls"][0].get("shared", False) for each in seen) == 7
-    role.close()
+    close(role)
 
 
 def test_episodes_are_closed_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -423,7 +423,7 @@ def test_episodes_are_closed_once(tmp_path: Path, monkeypatch: Any) -> None:
 
     asyncio.run(go())
     for role in roles:
-        role.close()
+        close(role)
     assert closed.read_text() == "5\n5\n"
 
 
@@ -457,7 +457,7 @@ def test_episodes_that_are_open_at_the_end_are_closed_once(
     if end == "pipe":  # as if the parent had been killed
         process.stdin.close()
         process.wait(30)
-    role.close()
+    close(role)
     assert sorted(closed.read_text().split()) == ["1", "2", "4"]
 
 
@@ -467,7 +467,7 @@ def test_what_does_not_close_is_killed(monkeypatch: Any) -> None:
     role = role_of(places_of("Stays"))
     pid = pid_of(role)
     asyncio.run(Player(role).open())
-    role.close()
+    close(role)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -475,7 +475,7 @@ def test_what_does_not_close_is_killed(monkeypatch: Any) -> None:
 def test_the_process_ends_with_its_parent() -> None:
     role = role_of(places_of("add"))
     pid = pid_of(role)
-    role.close()
+    close(role)
     for _ in range(100):
         try:
             os.kill(pid, 0)

@@ -74,7 +74,7 @@ def test_the_context_behind_a_call(family: str) -> None:
     bridge = bridge_of(family)
     prompt, text = bridge.prompt(ASKED)
     assert shown(family, prompt) == text
-    standing = [*prompt, *sampled(family, bridge.written([CALL]))]
+    standing = [*prompt, *sampled(family, bridge.form.write([CALL]))]
     context = bridge.context(standing, [RESULT], prompt=ASKED)
     assert context is not None
     assert shown(family, context) == BEHIND_A_CALL[family]
@@ -129,7 +129,9 @@ def test_what_stands_and_the_context_are_the_rendering_of_the_whole(
     one_call_a_turn = family == "llama3.1"
     for answers in conversations(bridge)[number]:
         calls = sum(m["role"] == "tool" for m in answers[: 1 if one_call_a_turn else None])
-        text = bridge.written([CALL] * calls) if calls else " 42" if family == "mistral" else "42"
+        text = (
+            bridge.form.write([CALL] * calls) if calls else " 42" if family == "mistral" else "42"
+        )
         turn = sampled(family, text)
         standing += turn
         said = bridge.parse(turn, ended=True)
@@ -353,7 +355,7 @@ def test_no_text_spells_a_control_token_and_what_stands_is_a_prefix(
     asked = [Message(role="user", content=text)]
     prompt, _ = bridge.prompt(asked)
     assert control(family, prompt) == control(family, bridge.prompt(ASKED)[0])
-    standing = [*prompt, *sampled(family, bridge.written([CALL]))]
+    standing = [*prompt, *sampled(family, bridge.form.write([CALL]))]
     hostile = [Message(**{**RESULT, "content": other})]
     context = bridge.context(standing, hostile, prompt=asked)
     plain = bridge.context(standing, [RESULT], prompt=asked)

@@ -229,7 +229,7 @@ def turn(family: str, text: str, *, ended: bool = True) -> Turn:
 def test_each_family_reads_what_it_writes(family: str) -> None:
     bridge = bridge_of(family)
     made = {"name": "add", "arguments": {"a": 1, "b": {"c": [True, "é"]}}, "id": "abcdefghi"}
-    said = turn(family, bridge.written([made]))
+    said = turn(family, bridge.form.write([made]))
     (call,) = said.calls
     assert (call.name, call.arguments, call.status) == ("add", made["arguments"], "ok")
     assert said.message["content"] == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_helpers import Player, call, places_of, role_of, said
+from bridge_helpers import Player, call, close, places_of, role_of, said
 
 from docs_helpers import blocks
 
@@ -72,4 +72,4 @@ def test_each_shape_is_played_as_documented(
         return [(said(each), each.reward, each.ended_by) for each in seen]
 
     assert asyncio.run(go()) == expected
-    role.close()
+    close(role)

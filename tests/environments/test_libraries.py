@@ -8,7 +8,7 @@ from typing import Any
 
 import library_worlds
 import pytest
-from bridge_helpers import Player, call, role_of, said
+from bridge_helpers import Player, call, close, role_of, said
 from library_worlds import Solver
 
 from raising import raises
@@ -38,7 +38,7 @@ def played(
         return player.log
 
     log = asyncio.run(go())
-    role.close()
+    close(role)
     return place, log
 
 
@@ -138,4 +138,4 @@ def test_a_tool_of_verl_as_an_object_is_released() -> None:
 
     assert asyncio.run(go()) == 1
     assert tool.instances == {}
-    role.close()
+    close(role)

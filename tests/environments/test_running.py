@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bridge_helpers import Player, role_of
+from bridge_helpers import Player, close, role_of
 
 from raising import raises
 from stretto.config import EnvironmentConfig
@@ -253,7 +253,7 @@ def test_an_opening_that_raises_ends_the_episode_as_a_failure() -> None:
     seen = asyncio.run(Player(role).open())
     assert (seen.ended_by, seen.number, len(seen.tokens)) == ("environment", 0, 0)
     assert "could not be opened: ValueError: no world" in seen.record["failure"]
-    role.close()
+    close(role)
 
 
 class Gone(LocalEnvironment):
@@ -272,4 +272,4 @@ def test_a_process_that_ends_while_an_episode_is_resumed_loses_the_episode() -> 
     log: Sequence[Observation] = [Observation(1, 0, np.empty(0, np.int32))]
     with raises(EpisodeLostError, "episode-lost", "it had ended"):
         asyncio.run(role.open(Player(role).response(), log))
-    role.close()
+    close(role)

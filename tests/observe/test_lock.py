@@ -24,8 +24,8 @@ from stretto.cli.main import main
 from stretto.config import Config
 from stretto.errors import StorageError
 from stretto.observe import RunDirectory
+from stretto.observe.display import Progress
 from stretto.observe.lock import NAME, locked
-from stretto.observe.progress import NoProgress
 
 HOLDER = """
 import sys, time
@@ -178,10 +178,10 @@ def test_two_resumptions_do_not_run_side_by_side(
         error = capsys.readouterr().err
         assert f"stretto: error: '{run}' is in use by process " in error
         with raises(StorageError, "folder-in-use", run):
-            stretto.resume(run, steps=2, progress=NoProgress())
+            stretto.resume(run, steps=2, progress=Progress())
         after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
         assert {**before, run / NAME: after[run / NAME]} == after
-    assert stretto.resume(run, steps=2, progress=NoProgress()).steps == 2
+    assert stretto.resume(run, steps=2, progress=Progress()).steps == 2
     assert not (run / NAME).exists()
 
 
@@ -193,7 +193,7 @@ def test_supervised_runs_hold_their_folders(
     name = write_rows(tmp_path, [{"prompt": f"{i}>", **sides} for i in range(8)])
     seen: list[str] = []
 
-    class Looking(NoProgress):
+    class Looking(Progress):
         def step(self, *_: Any) -> None:
             (run,) = (tmp_path / "runs").iterdir()
             with raises(StorageError, "folder-in-use", os.getpid()), locked(run, print):

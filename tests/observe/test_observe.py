@@ -25,10 +25,10 @@ from stretto.config.sections import TRACKERS
 from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
 from stretto.machine import Machine
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress
-from stretto.observe.display import History, duration
+from stretto.observe.display import History, Progress, duration
 from stretto.observe.idle import TimeSheet, seconds, subtract, time_of_roles, union
 from stretto.observe.live import sparkline
-from stretto.observe.progress import NoProgress, PlainProgress, headline
+from stretto.observe.progress import PlainProgress, headline
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import TracedStep, TraceFile
@@ -131,7 +131,7 @@ def test_plain_lines_carry_the_figures() -> None:
 
 def test_without_a_terminal_auto_is_plain_and_off_is_silent() -> None:
     assert isinstance(make_progress("auto", io.StringIO()), PlainProgress)
-    assert isinstance(make_progress("off"), NoProgress)
+    assert isinstance(make_progress("off"), Progress)
 
 
 def test_the_live_display_shows_reward_trend_and_sample() -> None:
@@ -210,11 +210,11 @@ def test_tensorboard_writes_event_files_that_can_be_read(tmp_path: Path) -> None
     config = tracking("tensorboard")
     run = RunDirectory.create(tmp_path, "tiny", config)
     hostile = "a|b *c* <b>d</b>\n`e` [f](g)"
-    with Recorder(config, run, NoProgress()) as recorder:
+    with Recorder(config, run, Progress()) as recorder:
         shown = [Sample("2+2?", hostile, 0.75, "stop", 2, {"task": 0.5, "judge": None})]
         recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3}, shown)
         recorder.step(2, {"objective/kl": 0.25})
-    with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
+    with Recorder(config, run, Progress(), resumed_step=1) as recorder:
         recorder.step(2, {"objective/kl": 0.75}, [Sample("3+3?", "6", 1.0, "stop", 2)])
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
@@ -245,7 +245,7 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
         run = RunDirectory.create(tmp_path, "tiny", config)
         with raises(StorageError, "port-taken", f"prometheus_port = {port}"):
             open_trackers(config.observe, TrackedRun(run.name, run.path, {}))
-    with Recorder(config, run, NoProgress()) as recorder:
+    with Recorder(config, run, Progress()) as recorder:
         recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3})
         recorder.step(2, {"objective/kl": 0.25})
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
@@ -294,7 +294,7 @@ def test_closing_the_recorder_closes_all_even_when_one_fails(
         closed.append("tracker")
         raise RuntimeError("no network")
 
-    class Display(NoProgress):
+    class Display(Progress):
         def close(self) -> None:
             closed.append("display")
 
@@ -719,7 +719,7 @@ def test_the_recorder_writes_all_records_and_time_goes_on_after_a_resume(tmp_pat
 
     def session(clock: ManualClock, steps: Sequence[int], resumed_step: int) -> str:
         spans = Spans(clock)
-        with Recorder(Config(), run, NoProgress(), resumed_step=resumed_step) as recorder:
+        with Recorder(Config(), run, Progress(), resumed_step=resumed_step) as recorder:
             for step in steps:
                 with spans.span("generator", "gen"):
                     clock.advance(3.0)
@@ -764,7 +764,7 @@ def test_a_lost_process_is_still_lost_when_the_trace_is_read(tmp_path: Path) -> 
 def test_throughput_is_also_that_of_a_device(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", Config())
     devices = {"learner": "a", "generator": "b", "critic": "b"}
-    with Recorder(Config(), run, NoProgress()) as recorder:
+    with Recorder(Config(), run, Progress()) as recorder:
         recorder.step(1, {"perf/throughput": 90.0}, window=Window(0.0, 1.0, (), (), devices))
     (step,) = run.read_metrics()
     assert step["perf/throughput_per_device"] == 45.0

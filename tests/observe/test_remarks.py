@@ -13,7 +13,7 @@ import pytest
 from stretto import runs
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.observe.recorder import Recorder, Remarks, scores_by_source
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, Observation, Prompt, Score
@@ -109,7 +109,7 @@ def test_scores_are_kept_by_source_and_none_where_one_does_not_apply() -> None:
 def test_remarks_go_to_the_display_after_the_step(tmp_path: Path) -> None:
     shown: list[str] = []
 
-    class Display(NoProgress):
+    class Display(Progress):
         def step(self, step: int, *_: Any) -> None:
             shown.append(f"line {step}")
 
@@ -209,7 +209,7 @@ def test_four_sources_teach_something_and_what_was_cut_is_said(
 def test_a_run_without_a_signal_says_so(tiny_folder: Path, tmp_path: Path) -> None:
     notes: list[str] = []
 
-    class Display(NoProgress):
+    class Display(Progress):
         def note(self, text: str) -> None:
             notes.append(text)
 

@@ -27,7 +27,7 @@ from stretto.config import Config
 from stretto.errors import ConfigError, StateError, StorageError
 from stretto.machine import Machine
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, report
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.observe.report.page import html_page, length_edges, news, payload
 from stretto.observe.report.run_data import (
     LoadedRun,
@@ -38,7 +38,7 @@ from stretto.observe.report.run_data import (
     pareto,
     shares,
 )
-from stretto.observe.report.timeline import Bar, bars, seconds_text, tick_step, waits
+from stretto.observe.report.timeline import Bar, bars, seconds_text, waits
 from stretto.observe.spans import Span
 from stretto.observe.trace import TracedStep
 from stretto.schedules.rollout import Rollout, RolloutState
@@ -132,7 +132,7 @@ def fake_run(
     run = RunDirectory.create(folder, name, config)
     fake = FakeRun(overlapped, seed)
     rng = np.random.default_rng(seed + 100)
-    with Recorder(config, run, NoProgress()) as recorder:
+    with Recorder(config, run, Progress()) as recorder:
         for step in range(1, steps + 1):
             delta = max(0, 8 - step // 40) if overlapped else 0
             start_s = fake.clock.now()
@@ -660,13 +660,6 @@ def test_the_picture_is_to_scale(pair: list[Path]) -> None:
 )
 def test_times_are_written_with_three_digits(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("length", "ticks", "step"), [(10, 8, 2), (7, 8, 1), (0.3, 8, 0.05), (81, 8, 20), (80, 8, 10)]
-)
-def test_ticks_are_round(length: float, ticks: int, step: float) -> None:
-    assert tick_step(length, ticks) == pytest.approx(step)
 
 
 PREDICTED: dict[str, Any] = {

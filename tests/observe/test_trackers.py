@@ -15,7 +15,7 @@ from run_helpers import lines
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, StorageError
 from stretto.observe import Recorder, RunDirectory, Sample
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.observe.trackers import TrackedRun, open_trackers
 
 SAMPLES = [Sample("2+2?", "4", 0.5, "stop", 2, {"task": 0.5})]
@@ -25,7 +25,7 @@ def tracking(*names: str) -> Config:
     return recipes.build({"observe": {"trackers": names}}, "here")
 
 
-class Notes(NoProgress):
+class Notes(Progress):
     """A display that keeps its lines."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ def two_runs(tracker: str, folder: Path) -> RunDirectory:
     """Log steps 1 and 2, and step 2 again as after a kill."""
     config = tracking(tracker)
     run = RunDirectory.create(folder, "tiny", config)
-    with Recorder(config, run, NoProgress()) as recorder:
+    with Recorder(config, run, Progress()) as recorder:
         recorder.step(1, {"eval/pass@1": 0.5}, SAMPLES)
         recorder.step(2, {"objective/kl": 0.25})
-    with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
+    with Recorder(config, run, Progress(), resumed_step=1) as recorder:
         recorder.step(2, {"objective/kl": 0.75})
     return run
 
@@ -203,7 +203,7 @@ def test_the_documented_tracker_writes_rewards(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[observe]\ntrackers = ["mine.py:Csv"]')
     config = recipes.load(tmp_path / "mine.toml")
     run = RunDirectory.create(tmp_path, "tiny", config)
-    with Recorder(config, run, NoProgress()) as recorder:
+    with Recorder(config, run, Progress()) as recorder:
         recorder.step(1, {"objective/scores": 0.5})
     assert (run.path / "reward.csv").read_text().split() == ["1,0.5"]
 
@@ -281,7 +281,7 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
     config = tracking("wandb")
     run = RunDirectory.create(tmp_path, "tiny", config)
     for step in (1, 2):
-        with Recorder(config, run, NoProgress(), resumed_step=step - 1) as recorder:
+        with Recorder(config, run, Progress(), resumed_step=step - 1) as recorder:
             shown = [Sample("2+2?", "4", 0.5, "stop", 2, {"task": 0.5})] * (step - 1)
             recorder.step(step, {"objective/kl": 0.5}, shown)
     assert [s["id"] for s in started] == [None, "fresh"]
@@ -296,13 +296,13 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
         (2, {"step": 2, "objective/kl": 0.5, "samples": table}),
     ]
     # A run that died after step 2 goes on from step 1: W&B drops what comes at an earlier step.
-    with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
+    with Recorder(config, run, Progress(), resumed_step=1) as recorder:
         recorder.step(2, {"objective/kl": 0.25})
     assert logged[2:] == [(3, {"step": 2, "objective/kl": 0.25})]
     # So does one whose file is damaged: W&B knows its own last step.
     for step, text in enumerate(("fresh many\n", "fresh\n", "fresh 7.5 \xff"), 4):
         (run.path / "wandb.id").write_bytes(text.encode("latin-1"))
-        with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
+        with Recorder(config, run, Progress(), resumed_step=1) as recorder:
             recorder.step(2, {"objective/kl": 0.125})
         assert logged[-1] == (step, {"step": 2, "objective/kl": 0.125})
         assert started[-1]["id"] == "fresh"

@@ -23,7 +23,7 @@ from pipeline_misbehaving import Misbehaving
 from pipeline_models import critic_of, language_model, load_stages
 from pipeline_workers import Batch, Trainer
 from raising import raises
-from rank_helpers import alive, require_gone
+from rank_helpers import alive, call_each, deaths_of, require_gone
 from stretto.errors import LearnerError, RankError
 from stretto.pipelines.executor.stages import StageLayout
 from stretto.workers.connection import RankConnection
@@ -36,8 +36,7 @@ LIMIT_S = 10.0
 
 @pytest.fixture
 def ranks() -> Iterator[RankGroup]:
-    words = {Misbehaving.hang: "a long wait"}
-    ranks = RankGroup(GroupSpec(2, threads=3), Misbehaving, ("hello",), words=words).start()
+    ranks = RankGroup(GroupSpec(2, threads=3), Misbehaving, ("hello",)).start()
     yield ranks
     ranks.close()
 
@@ -49,7 +48,7 @@ def require_none_left() -> None:
 
 def test_calls_answer_by_rank(ranks: RankGroup) -> None:
     assert ranks.call(Misbehaving.greet, "you") == ["hello you, from 0", "hello you, from 1"]
-    assert ranks.call_each(Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
+    assert call_each(ranks, Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
     assert ranks.call(Misbehaving.threads) == [3, 3]
     ranks.close()
     ranks.close()
@@ -93,35 +92,33 @@ def test_a_death_after_an_error_does_not_hide_it(ranks: RankGroup) -> None:
     assert caught.value.__notes__[0].startswith("On rank 0:\nTraceback")
 
 
-def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: RankGroup) -> None:
-    told: list[RankError] = []
-    there = threading.Event()
-    ranks.watch(lambda error: (told.append(error), there.set())[0])
+def test_a_death_between_two_calls_is_noticed_at_once_and_raised(
+    ranks: RankGroup,
+) -> None:
+    deaths = deaths_of(ranks)
     ranks.remedy = "try again"
     pids = ranks.call(Misbehaving.pid)
-    assert not there.wait(0.2)
+    assert deaths.empty()
     os.kill(pids[0], signal.SIGKILL)
-    assert there.wait(LIMIT_S)
+    death = deaths.get(timeout=LIMIT_S)
     require_none_left()
-    assert str(told[0]) == (
+    assert str(death) == (
         "rank 0 of 2 was killed by SIGKILL (by hand, or for want of memory) between two calls. "
         "All ranks have been ended; fix the cause, and try again"
     )
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.pid)
-    assert caught.value is told[0]
-    ranks.watch(told.append)
-    assert told == [caught.value] * 2
+    assert caught.value is death
+    assert deaths.empty()
 
 
-def test_an_end_that_was_asked_for_is_not_told(ranks: RankGroup) -> None:
-    told: list[RankError] = []
-    ranks.watch(told.append)
+def test_an_end_that_was_asked_for_is_no_death(ranks: RankGroup) -> None:
+    deaths = deaths_of(ranks)
     ranks.close()
     for thread in threading.enumerate():
         if thread.name == "connection":
             thread.join(LIMIT_S)
-    assert not told
+    assert deaths.empty()
 
 
 def test_arguments_are_packed_one_by_one(ranks: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +136,13 @@ def test_arguments_are_packed_one_by_one(ranks: RankGroup, monkeypatch: pytest.M
             done.append("packed")
             return int, (3,)
 
-    ranks.call_each(Misbehaving.take, [(Packed(),), (Packed(),)])
+    call_each(ranks, Misbehaving.take, [(Packed(),), (Packed(),)])
     assert done == ["packed", "sent"] * 2
 
 
 def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: RankGroup) -> None:
     with pytest.raises(pickle.PicklingError, match=r"local object .*<lambda>"):
-        ranks.call_each(Misbehaving.take, [(1,), (lambda: 0,)])
+        call_each(ranks, Misbehaving.take, [(1,), (lambda: 0,)])
     with raises(RankError, "ranks-ended"):
         ranks.call(Misbehaving.pid)
     require_none_left()

@@ -19,6 +19,7 @@ from pipeline_models import (
 )
 from pipeline_workers import Trainer
 from raising import raises
+from rank_helpers import call_each
 from stretto.bounds import shares
 from stretto.errors import ConfigError
 from stretto.models.tensor_parallel import Cuts, plan_cuts
@@ -66,7 +67,7 @@ def test_gradients_and_norms_are_those_of_one_process(layout: StageLayout) -> No
                 )
                 for rank in range(layout.ranks)
             )
-            ranks.call_each(Trainer.step, steps)
+            call_each(ranks, Trainer.step, steps)
             answers = ranks.call(Trainer.gradients)
             for name in NAMES:
                 _require_gradients(layout, name, cuts[name], answers, expected[name])

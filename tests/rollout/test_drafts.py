@@ -19,7 +19,7 @@ from stretto import runs
 from stretto.errors import ConfigError
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.rollout import drafts
 from stretto.rollout.base import Row
 from stretto.rollout.drafts import DraftModel, PromptLookup, ProposalLength
@@ -318,7 +318,7 @@ def test_a_run_takes_a_smaller_model_by_its_folder(tiny_folder: Path, tmp_path: 
             tiny_folder, steps=1, rollout={"batch": 4, "max_new_tokens": 12, "engine_args": args}
         )
         run = RunDirectory.create(tmp_path, name=f"run{bool(name)}", config=config)
-        runs.train(config, run_dir=run, progress=NoProgress())
+        runs.train(config, run_dir=run, progress=Progress())
         texts.append([sample["response"] for sample in run.read_samples()])
         spans = (s.attributes for s in run.trace.read().spans if s.name == "gen")
         proposed.append(sum(s.get("proposed", 0) for s in spans))
@@ -333,4 +333,4 @@ def test_a_smaller_model_with_other_tokens_is_refused(tiny_folder: Path, tmp_pat
     config = settings(tiny_folder, rollout={"batch": 4, "engine_args": args})
     with raises(ConfigError, "draft-of-other-tokenizer", "speculative_model"):
         run = RunDirectory.create(tmp_path, "run", config)
-        runs.train(config, run_dir=run, progress=NoProgress())
+        runs.train(config, run_dir=run, progress=Progress())

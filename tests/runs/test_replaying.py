@@ -23,8 +23,8 @@ from stretto.errors import (
     TaskError,
 )
 from stretto.observe import RunDirectory
+from stretto.observe.display import Progress
 from stretto.observe.flight import Segment, read_flight
-from stretto.observe.progress import NoProgress
 from stretto.runs import replaying
 from stretto.training.learner import PolicyLearner
 from stretto.types import WeightsRef
@@ -38,7 +38,7 @@ def replayed(recorded: RunDirectory, to: int = 0, **options: Any) -> RunDirector
     legs = replaying.legs_of(read_flight(recorded.flight_file), to)
     config = Config.model_validate(legs[0].segment.head["config"])
     target = RunDirectory.create(recorded.path.parent, "replay", config)
-    replaying.replay(recorded, target, legs, progress=NoProgress(), **options)
+    replaying.replay(recorded, target, legs, progress=Progress(), **options)
     return target
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_was_resumed_is_replayed_through_its_checkpoint(
     recorded = RunDirectory.create(tmp_path, "run", config)
     with killed_by_ctrl_c():
         runs.train(config, run_dir=recorded, progress=Kill(3))
-    runs.train(config, run_dir=recorded, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=recorded, resume=True, progress=Progress())
     assert [s.first for s in read_flight(recorded.flight_file)] == [0, 2]
     assert_replayed(recorded, replayed(recorded))
 
@@ -256,7 +256,7 @@ def test_a_resumption_in_the_middle_of_a_step_is_refused(tiny_folder: Path, tmp_
     recorded = RunDirectory.create(tmp_path, "run", config)
     with pytest.raises(KeyboardInterrupt):
         runs.train(config, run_dir=recorded, progress=Kill(2))
-    runs.train(config, run_dir=recorded, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=recorded, resume=True, progress=Progress())
     with raises(StateError, "interrupted-in-a-step", "step 2"):
         replayed(recorded)
     replayed(recorded, 2)
@@ -283,9 +283,9 @@ def test_objects_of_the_caller_are_missing_in_a_replay(tiny_folder: Path, tmp_pa
         return [float(len(text)) for text in completions]
 
     config = settings(tiny_folder, steps=1).model_copy(update={"out": str(tmp_path)})
-    result = stretto.train(config, reward=length, progress=NoProgress())
+    result = stretto.train(config, reward=length, progress=Progress())
     with raises(StateError, "objects-not-recorded", "(length)", "file.py:name"):
-        stretto.replay(result.run_dir, progress=NoProgress())
+        stretto.replay(result.run_dir, progress=Progress())
 
 
 def test_a_replay_that_goes_on_has_the_deadline_of_the_run(

@@ -27,7 +27,7 @@ from stretto.models.heads import reward_model_from, scalar_head, set_padding
 from stretto.models.load import load_sequence_classifier, load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.runs.finetuning import train_reward_model
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.model_scorers import RewardModelScorer
@@ -459,7 +459,7 @@ def test_a_run_learns_and_what_it_saves_scores_alike_everywhere(
     name = write_rows(tmp_path, digits_win(60))
     config = supervised(RewardModelConfig, tiny_folder, name, **sections)
     run = RunDirectory.create(tmp_path, "rm", config)
-    result = train_reward_model(config, run_dir=run, progress=NoProgress())
+    result = train_reward_model(config, run_dir=run, progress=Progress())
     assert result.held_out is not None
     assert result.held_out.accuracy == 1.0
     assert result.held_out.margin > 1.0
@@ -550,7 +550,7 @@ def test_real_preferences_train_the_real_model(tmp_path: Path) -> None:
         }
     )
     run = RunDirectory.create(tmp_path, "hh", config)
-    result = train_reward_model(config, run_dir=run, progress=NoProgress())
+    result = train_reward_model(config, run_dir=run, progress=Progress())
     assert result.held_out is not None
     assert result.held_out.pairs == 12
     assert result.held_out.loss < 0.9

@@ -22,7 +22,7 @@ from stretto.config import DemonstrationsConfig, SftConfig, recipes
 from stretto.errors import ConfigError, LearnerError, ModelError, TaskError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.runs.finetuning import sft
 from stretto.tasks.responses import Example, PromptLayout
 from stretto.tasks.supervised_rows import example_of, read_demonstrations
@@ -428,7 +428,7 @@ def test_a_run_learns_measures_and_saves_an_ordinary_checkpoint(
     changes: dict[str, Any] = {"packing": True, "measure_every": 10, "training": {"epochs": 8}}
     config = supervised(SftConfig, tiny_folder, name, **changes)
     run = RunDirectory.create(tmp_path, "spell", config)
-    result = sft(config, run_dir=run, progress=NoProgress())
+    result = sft(config, run_dir=run, progress=Progress())
     rows = lines(run.metrics_file)
     assert result.steps == 24
     assert [r["step"] for r in rows] == list(range(25))
@@ -462,7 +462,7 @@ def test_lora_trains_adapters_and_saves_the_merged_model(tiny_folder: Path, tmp_
     name = write_rows(tmp_path, SPELLING)
     config = supervised(SftConfig, tiny_folder, name, **changes)
     run = RunDirectory.create(tmp_path, "lora", config)
-    result = sft(config, run_dir=run, progress=NoProgress())
+    result = sft(config, run_dir=run, progress=Progress())
     assert (run.model / "adapter" / "adapter_model.safetensors").is_file()
     before = AutoModelForCausalLM.from_pretrained(tiny_folder)
     model = AutoModelForCausalLM.from_pretrained(run.model)

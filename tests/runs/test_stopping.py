@@ -19,7 +19,7 @@ from raising import raises
 from run_helpers import Notes, assert_same_run, run, settings
 from stretto.errors import LearnerError
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.rollout.engine import TorchEngine
 from stretto.runs.checkpoint import newest
 from stretto.runs.training_loop import _TrainingLoop
@@ -159,10 +159,10 @@ def test_an_exit_in_on_step_while_weights_are_loaded_changes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(TorchEngine, "load", late)
         with pytest.raises(SystemExit, match="enough"):
-            stretto.train(config, on_step=on_step, progress=NoProgress())
+            stretto.train(config, on_step=on_step, progress=Progress())
     stopped = RunDirectory.open(tmp_path / "run-001")
     assert newest(stopped.checkpoints) == 3
-    stretto.resume(stopped.path, progress=NoProgress())
+    stretto.resume(stopped.path, progress=Progress())
     assert [record["staleness/max"] for record in stopped.read_metrics()] == [0, 1, 1, 1]
     assert_same_run(stopped, expected)
 

@@ -46,7 +46,7 @@ from stretto.models.load import load_causal_lm, save_model
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.rollout.vllm import llm
 from stretto.runtime.clients import KVRouter
 from stretto.runtime.learner_service import LearnerService
@@ -88,7 +88,7 @@ def settings(tiny_folder: Path, **changes: Any) -> Config:
 def trained(config: Config, folder: Path, display: Any = None, **rest: Any) -> RunDirectory:
     folder.mkdir(parents=True, exist_ok=True)
     run = RunDirectory.create(folder, "run", config)
-    runs.train(config, run_dir=run, progress=display or NoProgress(), **rest)
+    runs.train(config, run_dir=run, progress=display or Progress(), **rest)
     return run
 
 
@@ -448,7 +448,7 @@ def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
         trained(offloading, tmp_path / "offloaded", Stopper())
     (folder,) = (tmp_path / "offloaded").iterdir()
     offloaded = RunDirectory.open(folder)
-    runs.train(offloading, run_dir=offloaded, resume=True, progress=NoProgress())
+    runs.train(offloading, run_dir=offloaded, resume=True, progress=Progress())
     assert_same(whole, offloaded)
     spans = json.loads((offloaded.path / "trace.json").read_text())
     swaps = [span["args"] for span in spans if span["name"] == "swap"]
@@ -476,7 +476,7 @@ def test_roles_work_at_the_same_time_and_a_run_is_resumed(
         trained(config, tmp_path / "half", Stopper())
     (folder,) = (tmp_path / "half").iterdir()
     run = RunDirectory.open(folder)
-    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=run, resume=True, progress=Progress())
     assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
     assert [m["staleness/max"] for m in run.read_metrics()] == [0, 1, 1, 1]
     assert_same(run, whole)
@@ -499,7 +499,7 @@ def test_a_classifier_made_here_goes_to_processes_and_is_resumed(tmp_path: Path,
         trained(config, tmp_path / "half", Stopper())
     (folder,) = (tmp_path / "half").iterdir()
     run = RunDirectory.open(folder)
-    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=run, resume=True, progress=Progress())
     assert_same(run, whole)
 
 
@@ -530,7 +530,7 @@ def test_a_run_is_resumed_with_other_ranks(
         runs.train(over(before), run_dir=run, progress=Stopper())
     files = sorted((run.checkpoints / "step-000002" / "learner").iterdir())
     assert len(files) == before.ranks
-    runs.train(over(after), run_dir=run, resume=True, progress=NoProgress())
+    runs.train(over(after), run_dir=run, resume=True, progress=Progress())
     assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
     assert_same_but_for_rounding(tiny_folder, whole, run)
 
@@ -547,7 +547,7 @@ def test_a_run_is_resumed_with_other_engines(tiny_folder: Path, tmp_path: Path) 
     with killed_by_ctrl_c():
         runs.train(there, run_dir=run, progress=Stopper())
     check_resumable(there, config)
-    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=run, resume=True, progress=Progress())
     assert_same_but_for_rounding(tiny_folder, whole, run)
 
 
@@ -565,11 +565,11 @@ def test_a_rank_whose_disk_is_full_leaves_the_former_checkpoint(
     left = sorted(path.name for path in run.checkpoints.iterdir())
     assert left[0] == "step-000001"
     assert set(left[1:]) <= {"step-000002"}
-    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=run, resume=True, progress=Progress())
     assert (run.checkpoints / "step-000003").is_dir()
 
 
-class Full(NoProgress):
+class Full(Progress):
     """Has the learner's second rank write short files alone, from the third step on."""
 
     def __init__(self) -> None:
@@ -585,7 +585,7 @@ class Full(NoProgress):
         self.notes.append(line)
 
 
-class Stopper(NoProgress):
+class Stopper(Progress):
     """Presses Ctrl-C after the third step, of which there is no checkpoint."""
 
     def step(self, step: int, *_: Any, **__: Any) -> None:

@@ -39,7 +39,7 @@ from stretto.config.algorithm import ALGORITHMS
 from stretto.config.knobs import PRESETS
 from stretto.evaluation.generation import completed
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.runs import checkpoint
 from stretto.runtime.run import Run
 from stretto.runtime.run import start as start_run
@@ -164,7 +164,7 @@ def resumed_and_whole(config: Config, tmp_path: Path) -> tuple[RunDirectory, Run
     rollouts = [r for group in state["driver.pt"]["schedule"]["buffer"]["groups"] for r in group]
     assert any(len(r["tokens"]) and r["finish"] is None for r in rollouts)
     again = RunDirectory.open(killed.path)
-    runs.train(config, run_dir=again, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=again, resume=True, progress=Progress())
     return again, whole
 
 

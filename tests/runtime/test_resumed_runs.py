@@ -16,7 +16,7 @@ from stretto import runs
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import Config
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.runs import checkpoint
 from stretto.scoring.model_scorers import TokenScorer
 from stretto.types import Score
@@ -66,7 +66,7 @@ def resumed_from_everywhere(
     """
     monkeypatch.setattr(checkpoint, "_superfluous", lambda *_: [])  # all stay
     whole = RunDirectory.create(tmp_path, "whole", config)
-    runs.train(config, run_dir=whole, progress=NoProgress(), overrides=given)
+    runs.train(config, run_dir=whole, progress=Progress(), overrides=given)
     same, waiting = _is_timeless(config), 0
     for step in range(1, config.steps):
         again = RunDirectory.open(shutil.copytree(whole.path, tmp_path / f"from-{step}"))
@@ -75,7 +75,7 @@ def resumed_from_everywhere(
         found, state = checkpoint.load_latest(again.checkpoints, print)
         assert found == step
         waiting += bool(state["driver.pt"]["schedule"]["generated"])
-        runs.train(config, run_dir=again, resume=True, progress=NoProgress(), overrides=given)
+        runs.train(config, run_dir=again, resume=True, progress=Progress(), overrides=given)
         ids = [row[1] for row in ended(again)]
         assert len(set(ids)) == len(ids) == config.steps * config.rollout.batch
         if same:

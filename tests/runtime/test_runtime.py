@@ -39,7 +39,7 @@ from stretto.evaluation.measures import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.runtime.run import start
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks import TaskRow
@@ -188,7 +188,7 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tiny_folder: Path, tmp_path
     config = settings(tiny_folder)
     run_dir = RunDirectory.create(tmp_path, "run", config)
     with pytest.raises(StateError, match=r"holds no checkpoint .* observe.checkpoint_minutes \(10"):
-        runs.train(config, run_dir=run_dir, resume=True, progress=NoProgress())
+        runs.train(config, run_dir=run_dir, resume=True, progress=Progress())
 
 
 def test_a_seed_makes_the_run(tiny_folder: Path, tmp_path: Path) -> None:

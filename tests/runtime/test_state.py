@@ -24,7 +24,7 @@ from stretto import runs
 from stretto.config import Config, recipes
 from stretto.errors import StateError, StorageError
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.runs import checkpoint
 from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.process_messages import Ready
@@ -156,7 +156,7 @@ def test_a_damaged_file_of_the_learner_makes_its_checkpoint_unusable(
     file.write_bytes(content)
     longer = config.model_copy(update={"steps": 2})
     with raises(StateError, "damaged-checkpoint", file.name, "SHA-256"):
-        runs.train(longer, run_dir=run_dir, resume=True, progress=NoProgress())
+        runs.train(longer, run_dir=run_dir, resume=True, progress=Progress())
 
 
 # -- on another runtime --------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(
     assert step == 2
     held = shard_files.read(parts["learner"])["published"]
     assert {model for model, _ in held} == (set() if lag == "sync" else {"actor", "critic"})
-    runs.train(of(config, resumed), run_dir=killed, resume=True, progress=NoProgress())
+    runs.train(of(config, resumed), run_dir=killed, resume=True, progress=Progress())
     assert_same_run(killed, whole)
 
 
@@ -210,7 +210,7 @@ def test_adapters_go_on_elsewhere_bit_for_bit(tiny_folder: Path, tmp_path: Path)
     killed = RunDirectory.create(tmp_path, "run", config)
     with killed_by_ctrl_c():
         runs.train(config, run_dir=killed, progress=Kill(3))
-    runs.train(of(config, "local"), run_dir=killed, resume=True, progress=NoProgress())
+    runs.train(of(config, "local"), run_dir=killed, resume=True, progress=Progress())
     assert_same_run(killed, whole)
 
 
@@ -238,7 +238,7 @@ def test_a_run_killed_in_the_midst_of_everything_goes_on(
         process.kill()
     killed = RunDirectory.open(tmp_path / "killed-001")
     assert 0 < checkpoint.newest(killed.checkpoints) < 30
-    runs.train(config, run_dir=killed, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=killed, resume=True, progress=Progress())
     whole, _ = run(of(config, "inline"), tmp_path)
     ours, theirs = weights(killed), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -23,7 +23,7 @@ from stretto.errors import ConfigError, EngineError
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
+from stretto.observe.display import Progress
 from stretto.rollout.vllm.llm import installed
 from stretto.schedules import schedule
 from stretto.schedules.rollout import Rollout
@@ -170,7 +170,7 @@ def test_a_run_is_resumed(tiny_folder: Path, tmp_path: Path) -> None:
     with killed_by_ctrl_c():
         runs.train(config, run_dir=killed, progress=Kill(2))
     again = RunDirectory.open(killed.path)
-    runs.train(config, run_dir=again, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=again, resume=True, progress=Progress())
     check(again, steps=4)
 
 

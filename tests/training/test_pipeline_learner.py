@@ -498,13 +498,13 @@ def run(
     overrides: Overrides = NO_OVERRIDES,
 ) -> Any:
     from stretto import runs
-    from stretto.observe.progress import NoProgress
+    from stretto.observe.display import Progress
 
     run_dir = resume or RunDirectory.create(config.out, "r", config)
     runs.train(
         config,
         run_dir=run_dir,
-        progress=progress or NoProgress(),
+        progress=progress or Progress(),
         resume=resume is not None,
         overrides=overrides,
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ from stretto.training.backprop import deal
 from stretto.training.losses import MicroBatch, copied_at_once
 from stretto.training.pipelined import Planner
 from stretto.training.trained import LearningRate, TrainedModel
-from stretto.workers.threads import WorkerThread
 
 # -- figures and measures ------------------------------------------------------------------------
 
@@ -279,31 +276,6 @@ def test_what_trains_beside_generation_gets_its_share(
 ) -> None:
     config = Config.model_validate({"threads": 16, "schedule": schedule})
     assert share_cores(config.schedule, config.rollout.engines, 16).training == threads
-
-
-def test_a_lane_that_has_failed_tells_all() -> None:
-    worker, begun, stop = WorkerThread("here", 1), Event(), Event()
-    error = RankError("gone")
-
-    def hold() -> bool:
-        begun.set()
-        return stop.wait(10)
-
-    async def work() -> None:
-        waiting = [asyncio.create_task(worker.run(hold)) for _ in range(2)]
-        assert await asyncio.to_thread(begun.wait, 10)
-        await asyncio.get_running_loop().run_in_executor(None, worker.fail, error)
-        for task in waiting:
-            with pytest.raises(RankError) as caught:
-                await task
-            assert caught.value is error
-        with pytest.raises(RankError):
-            await worker.run(lambda: None)
-        stop.set()
-
-    asyncio.run(work())
-    worker.interrupt()
-    assert worker.join(5)
 
 
 def test_the_command_line_shows_the_traceback_of_a_rank(

@@ -18,6 +18,7 @@ from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
 from learner_helpers import SHAPES, algorithm_settings, make_batch
 from loss_helpers import named
+from rank_helpers import call_each
 from rounding import GRADIENT_TERMS, rounding
 from sharded_workers import UPDATES, ShardedRank, first_gradients, models, scored, scorers_of
 from stretto.config.algorithm import ALGORITHMS
@@ -441,7 +442,7 @@ def test_an_update_begins_on_all_ranks_or_on_none(two: RankGroup) -> None:
     given = algorithm_settings({"name": "rloo"})
     two.call(ShardedRank.make, "plain", given)
     (_, marks), _ = two.call(ShardedRank.weights)
-    two.call_each(ShardedRank.end_updates, [(False,), (True,)])
+    call_each(two, ShardedRank.end_updates, [(False,), (True,)])
     (batch,) = batches_of(given, 1)
     assert all("the run has ended" in error for error in two.call(ShardedRank.refused, batch))
     assert [own for _, own in two.call(ShardedRank.weights)] == [marks, marks]

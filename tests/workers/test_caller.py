@@ -87,19 +87,6 @@ def test_a_call_takes_turns_with_the_worker() -> None:
         assert begins.replace("begins", "ends") == ends
 
 
-def test_a_worker_that_failed_refuses_calls() -> None:
-    async def work() -> None:
-        worker = WorkerThread("other", 1)
-        worker.fail(RuntimeError("broken"))
-        try:
-            await CallerThread(worker).run(lambda: None)
-        finally:
-            worker.stop()
-
-    with pytest.raises(RuntimeError, match="broken"):
-        drive(work())
-
-
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["script", "notebook"])
 def test_ctrl_c_breaks_a_call_off(in_a_loop: bool) -> None:
     def interrupted() -> None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from datetime import timedelta
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from helpers import ManualClock
 from raising import raises
+from rank_helpers import deaths_of
 from stretto.errors import EngineError, LifecycleError, RankError, RoleLostError
 from stretto.types import Reply, Work
 from stretto.workers import services as services_module
@@ -194,8 +194,7 @@ async def require_restarted(group: ServiceGroup, ended: Iterable[GroupExecutor])
 
 def test_an_idle_rank_that_dies_ends_the_calls_on_other_ranks(group: ServiceGroup) -> None:
     every, left, right, last = executors(group)
-    deaths = Queue[RankError]()
-    group.watch(deaths.put)
+    deaths = deaths_of(group)
 
     async def body() -> None:
         task = await held(left)

@@ -22,12 +22,12 @@ import pytest
 
 from pipeline_misbehaving import Misbehaving
 from raising import raises
-from rank_helpers import alive, require_gone
+from rank_helpers import alive, call_each, deaths_of, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
-from stretto.workers.group import NO_WORDS, RankGroup
+from stretto.workers.group import RankGroup
 from stretto.workers.group_executor import GroupExecutor, ServiceGroup
-from stretto.workers.rank import GroupSpec, address_of, interface_of
+from stretto.workers.rank import GroupSpec, Rank, address_of, interface_of
 from stretto.workers.ray_cluster import (
     ActorProcesses,
     Bundle,
@@ -58,12 +58,10 @@ def cluster() -> Iterator[RayCluster]:
     assert not ray.is_initialized()
 
 
-def launch(
-    cluster: RayCluster, spec: GroupSpec, *arguments: Any, words: Any = NO_WORDS, **options: Any
-) -> RankGroup:
+def launch(cluster: RayCluster, spec: GroupSpec, *arguments: Any, **options: Any) -> RankGroup:
     start = partial(ActorProcesses, cluster=cluster, **options)
     given = arguments or ("hello",)
-    return RankGroup(spec, Misbehaving, given, launch=start, words=words).start()
+    return RankGroup(spec, Misbehaving, given, launch=start).start()
 
 
 def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
@@ -75,10 +73,10 @@ def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
 def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     cluster.secrets["STRETTO_API_KEY"] = "hunter2"  # the raylet, which the driver started, has not
     spec = replace(TWO, threads=3)
-    ranks = launch(cluster, spec, words={Misbehaving.hang: "a long wait"})
+    ranks = launch(cluster, spec)
     assert ranks.call(Misbehaving.variable, "STRETTO_API_KEY") == ["hunter2"] * 2
     assert ranks.call(Misbehaving.greet, "you") == ["hello you, from 0", "hello you, from 1"]
-    assert ranks.call_each(Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
+    assert call_each(ranks, Misbehaving.total, [(3,), (4,)]) == [7.0, 7.0]
     assert ranks.call(Misbehaving.threads) == [3, 3]
     assert [facts.threads for facts in ranks.facts] == [3, 3]
     assert ranks.call(Misbehaving.variable, "STRETTO_ECHO") == ["over there"] * 2
@@ -94,14 +92,16 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     seen: list[str] = []
 
     def look() -> None:
-        assert all(ranks.aside(i, Misbehaving.hanging, timeout_s=LIMIT_S) for i in range(2))
+        assert all(
+            ranks._aside(i, "'hang'", Rank.call, "hanging", (), timeout_s=LIMIT_S) for i in range(2)
+        )
         seen.append(ranks.stacks())
         assert all(used[""] > 10**7 for used in ranks.used_bytes())
         ranks.close()
 
     looking = threading.Thread(target=look)
     looking.start()
-    with raises(RankError, "ranks-ended", "a long wait"):
+    with raises(RankError, "ranks-ended", "'hang'"):
         ranks.call(Misbehaving.hang)
     looking.join()
     assert f"rank 1 of 2 (pid {pids[1]} on {socket.gethostname()}):" in seen[0]
@@ -148,22 +148,20 @@ def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -
     require_gone([facts.pid for facts in ranks.facts], LIMIT_S)
 
 
-def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
+def test_a_death_between_two_calls_is_noticed_at_once(cluster: RayCluster) -> None:
     ranks = launch(cluster, TWO)
-    told: list[RankError] = []
-    there = threading.Event()
-    ranks.watch(lambda error: (told.append(error), there.set())[0])
+    deaths = deaths_of(ranks)
     ranks.remedy = "try again"
-    assert not there.wait(0.2)
+    assert deaths.empty()
     os.kill(ranks.facts[0].pid, signal.SIGKILL)
-    assert there.wait(LIMIT_S)
-    assert str(told[0]) == (
+    death = deaths.get(timeout=LIMIT_S)
+    assert str(death) == (
         "rank 0 of 2 ended unexpectedly (it crashed, or was killed by hand or for want of memory) "
         "between two calls. All ranks have been ended; fix the cause, and try again"
     )
     with pytest.raises(RankError) as caught:
         ranks.call(Misbehaving.pid)
-    assert caught.value is told[0]
+    assert caught.value is death
     require_gone([facts.pid for facts in ranks.facts], LIMIT_S)
 
 
@@ -295,7 +293,7 @@ from pipeline_misbehaving import Misbehaving
 from stretto.workers.ray_cluster import Bundle, RayCluster
 from stretto.workers.ray_cluster import ActorProcesses
 from stretto.workers.group import RankGroup
-from stretto.workers.rank import GroupSpec
+from stretto.workers.rank import GroupSpec, Rank
 cluster = RayCluster([Bundle()], cpus=1)
 launch = lambda spec: ActorProcesses(spec, cluster)
 ranks = RankGroup(GroupSpec(), Misbehaving, ("hello",), launch=launch).start()
@@ -345,7 +343,7 @@ def test_ranks_on_two_nodes_are_stable_lost_with_one_and_wait_for_another() -> N
         assert at
         assert (at.nodes, at.cpus, at.gpus) == (2, 3.0, 0.0)
         ranks = launch(cluster, replace(ONE, size=3))
-        assert ranks.call_each(Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
+        assert call_each(ranks, Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
         first = [
             psutil.Process(pid).ppid() for pid in ranks.call(Misbehaving.pid)
         ]  # each node's own process
@@ -366,7 +364,7 @@ def test_ranks_on_two_nodes_are_stable_lost_with_one_and_wait_for_another() -> N
             launched = pool.submit(launch, cluster, replace(ONE, size=3))
             nodes.add_node(num_cpus=2, **options)
             ranks = launched.result()
-        assert ranks.call_each(Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
+        assert call_each(ranks, Misbehaving.total, [(1,), (2,), (4,)]) == [7.0] * 3
         cluster.close()
     finally:
         ray.shutdown()

@@ -224,9 +224,6 @@ class Bridge:
                 begin = token[1]
         return begin
 
-    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        return self.form.write(calls)
-
     # -- from turn to turn -------------------------------------------------------------------------
 
     def context(

@@ -159,14 +159,6 @@ class RendererBridge(Bridge):
             return None
         return list(rendered.token_ids[len(standing) :])
 
-    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Refuse, because only the chat template knows the format of calls."""
-        raise ConfigError(
-            "how this model writes calls of tools is known to its chat template alone; put them "
-            "into messages as tool_calls",
-            _UNREAD,
-        )
-
 
 def _call(read: Any, names: Any) -> ToolCall:
     status, name = str(read.status.value), read.name or ""

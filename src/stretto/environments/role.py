@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from stretto.config import EnvironmentConfig
-from stretto.environments.executors import EnvironmentExecutor, close_all
+from stretto.environments.bridge import Bridge
+from stretto.environments.executors import EnvironmentExecutor
 from stretto.environments.live_episode import (
     Answer,
     ExecutorClient,
@@ -24,6 +25,7 @@ from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.plain import plain
 from stretto.scoring.conventions import Verdict
 from stretto.scoring.functions import FunctionScorer
+from stretto.tasks.encode import Encoder
 from stretto.tasks.messages import TOOLS, arguments_in, tools_in
 from stretto.tasks.task import INDEX_KEY
 from stretto.types import (
@@ -35,10 +37,6 @@ from stretto.types import (
     episode_of,
     fork_id,
 )
-
-if TYPE_CHECKING:
-    from stretto.environments.bridge import Bridge
-    from stretto.tasks.encode import Encoder
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -159,9 +157,6 @@ class EnvironmentRole:
                 del self._episodes[live.id]
                 closing.append(live.close())
         await asyncio.gather(*closing)
-
-    def close(self) -> None:
-        close_all([client.executor for client in self._clients])
 
     async def _appended(
         self, live: LiveEpisode, response: Response, reply: Observation

@@ -65,7 +65,6 @@ class Runner:
     """
 
     def __init__(self, parallel: int, timeout_s: float, most_lost: int | None = None) -> None:
-        self.parallel = parallel
         self.timeout_s = timeout_s
         self._most_lost = most_lost or parallel
         self._places, self._lost = Semaphore(parallel), 0

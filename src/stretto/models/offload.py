@@ -124,11 +124,6 @@ class OffloadedTensors:
         self._state: Literal["here", "coming", "away"] = "here"
         self.changed = True
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the buffers on the device, 0 while the tensors are offloaded."""
-        return sum(buffer.device.nbytes for buffer in self._buffers)
-
     def load(self, *, early: bool = False) -> None:
         """Start loading the tensors if they are offloaded. If ``early``, only into free memory.
         Raises OutOfMemoryError if there is no room even after earlier copies have finished.

@@ -62,10 +62,6 @@ class WorkProgress:
         return f"{share}, {duration(max(min(left_s, self._limit_s - self.took_s), 0.0))} left"
 
 
-class NoProgress(Progress):
-    """A display that shows nothing."""
-
-
 class PlainProgress(Progress):
     """One flushed line a step, for files, pipes and continuous integration. Other work gets lines
     too, once there was no line for :data:`FIRST_S`."""
@@ -163,7 +159,7 @@ def make_progress(
     """Return the display for ``observe.progress`` on ``stream`` (default: standard output)."""
     stream = stream or sys.stdout
     if mode == "off":
-        return NoProgress()
+        return Progress()
     if mode == "plain":
         return PlainProgress(stream)
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from threading import Lock
-from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 from stretto.errors import ADVICE, RankError, StrettoError, without_advice
@@ -37,7 +36,6 @@ LISTEN, JOIN, MAKE = (f"{START} ({what})" for what in ("listening", "joining its
 SAY_EVERY_S = 30.0  # seconds between reports during a start
 PATIENCE_S = 2.0  # for an answer aside from a rank that may hang
 CAUSE_S = 1.0  # after an error, to learn whether another rank's death caused it
-NO_WORDS: Mapping[Callable[..., Any], str] = MappingProxyType({})
 _END_S = 5.0  # for connections to close once their processes have ended
 _LAST_LINES = 20  # of a rank's log, to show when it has died
 
@@ -79,7 +77,6 @@ class RankGroup:
         *,
         launch: Callable[[GroupSpec], Launched] = ForkedProcesses,
         name: str = "",  # of the process, for messages
-        words: Mapping[Callable[..., Any], str] = NO_WORDS,  # nouns for methods' work, for messages
         say: Say = silent,  # gets a line for each restart, and warnings if there are logs
         check: Callable[[Sequence[Facts]], None] | None = None,  # called before make
         replaceable: bool = True,  # the objects hold no state that would be lost
@@ -95,7 +92,6 @@ class RankGroup:
         self._make = make
         self._arguments = arguments
         self._launch = launch
-        self._words = words
         self._say = say
         self._report = partial(_report, say, name)
         self._check = check
@@ -103,7 +99,6 @@ class RankGroup:
         self._restarting = asyncio.Lock()
         self._connections: Sequence[RankConnection] = ()
         self._kill: Callable[[], object] | None = None
-        self._tell: Callable[[RankError], None] | None = None
         self._died: RankError | None = None
         self._ended = True  # no processes, or they are being ended
         self._closed = False  # never start processes again
@@ -129,22 +124,7 @@ class RankGroup:
         """
         steps = repeat(step(Rank.call, method.__name__, args))
         with self.request(self.all_ranks):
-            return self._run(self._work(method), steps, timeout_s)
-
-    def call_each(self, method: Method[*Ts, T], per_rank: Iterable[tuple[*Ts]]) -> list[T]:
-        steps = (step(Rank.call, method.__name__, args) for args in per_rank)
-        with self.request(self.all_ranks):
-            return self._run(self._work(method), steps)
-
-    def aside(
-        self, rank: int, method: Method[*Ts, T], *args: *Ts, timeout_s: float = PATIENCE_S
-    ) -> T:
-        """Call a method of a rank's object during a step. Raises the rank's error, or RankError if
-        it does not answer.
-        """
-        name, doing = method.__name__, self._work(method)
-        answer: T = self._aside(rank, doing, Rank.call, name, args, timeout_s=timeout_s)
-        return answer
+            return self._run(f"'{method.__name__}'", steps, timeout_s)
 
     def stacks(self) -> str:
         """Return the stacks of all threads of each rank that answers, for people."""
@@ -166,12 +146,6 @@ class RankGroup:
             with contextlib.suppress(RankError):
                 memory_by_rank[rank] = self._aside(rank, "'used_bytes'", Rank.used_bytes)
         return memory_by_rank
-
-    def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Report a death between two calls at once, on a thread. The next call raises it too."""
-        self._tell = tell
-        if self._died:
-            tell(self._died)
 
     async def restart(self, seen: int) -> None:
         """Replace the processes, unless another role has done so since generation ``seen``."""
@@ -347,16 +321,16 @@ class RankGroup:
             self._kill()
 
     def _has_ended(self, rank: int, launched: Launched) -> None:
-        """Report a rank that ended between two calls. A call in progress detects it itself."""
+        """Keep the error for the next call after a rank ended between two calls, and end the rest.
+        A call in progress detects it itself.
+        """
         if self._ended:
             return
         with self.request([rank]), self._dying:  # of several, one is reported
             if self._ended or self._launched is not launched:
                 return
-            self._died = error = self._death(rank, "between two calls")
+            self._died = self._death(rank, "between two calls")
             self._end()
-        if self._tell:
-            self._tell(error)
 
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
         """Return the error for a rank that closed its end, after other ranks may have raised."""
@@ -377,9 +351,6 @@ class RankGroup:
         note = "" if self.name else ". All ranks have been ended"
         message = f"{self._title(rank)} {what}{note}{ADVICE}, and {self.remedy}"
         return RankError(message, rank, code)
-
-    def _work(self, method: Callable[..., Any]) -> str:
-        return self._words.get(method, f"'{method.__name__}'")
 
     def _title(self, rank: int) -> str:
         if not self.name:

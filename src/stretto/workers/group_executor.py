@@ -93,7 +93,9 @@ class ServiceGroup(RankGroup):
     def aside_of(
         self, rank: int, service: str, method: Method[*Ts, T], *args: *Ts, timeout_s: float
     ) -> T:
-        """Call a method of a rank's service during a step, as :meth:`aside` does."""
+        """Call a method of a rank's service during a step. Raises the rank's error, or RankError if
+        it does not answer.
+        """
         call = RankServices.aside.__name__, (service, method.__name__, args)
         doing = self._doing([service], method)
         answer: T = self._aside(rank, doing, Rank.call, *call, timeout_s=timeout_s)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 
@@ -18,9 +18,7 @@ from stretto.models.devices import RoleStream
 from stretto.types import Reply
 from stretto.workers.drive import in_caller
 from stretto.workers.gate import RoleCall, current_call
-
-if TYPE_CHECKING:
-    from stretto.workers.rank import Facts
+from stretto.workers.rank import Facts
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -52,9 +50,6 @@ class WorkerThread:
         self._shared = threads
         self._alone = alone
         self._beside = beside
-
-        self._waiting: set[asyncio.Future[Any]] = set()
-        self._failure: Exception | None = None
         self.busy = False  # a call is under way
         # A daemon, so that a call that cannot be interrupted does not keep the process alive.
         self._thread = Thread(target=self._work, args=(threads,), name=name, daemon=True)
@@ -63,12 +58,7 @@ class WorkerThread:
     async def run(self, call: Callable[[], T]) -> T:
         """Make a call after all calls that were asked for before, and return its result."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        if self._failure is not None:
-            raise self._failure
         tell = partial(_tell, future)
-
         role_call = current_call.get()
 
         def work() -> None:
@@ -89,12 +79,6 @@ class WorkerThread:
 
         self._calls.put(work)
         return await future
-
-    def fail(self, error: Exception) -> None:
-        """Raise this in all that wait for a call, or ask for one from now on; from any thread."""
-        self._failure = error
-        for future in tuple(self._waiting):
-            _tell(future, future.set_exception, error)
 
     def interrupt(self) -> None:
         """Have the thread end; a call that is under way is broken off between two of its steps."""
@@ -160,9 +144,7 @@ class CallerThread:
 
         hold_task = asyncio.ensure_future(self._worker.run(hold))
         try:
-            await asyncio.wait({turn, hold_task}, return_when=asyncio.FIRST_COMPLETED)
-            if hold_task.done():
-                await hold_task  # raises what the worker failed with
+            await turn
             return await in_caller(call)
         finally:
             over.set()
