@@ -86,15 +86,19 @@ def settings(folder: Path, **sections: Any) -> Config:
     return Config.model_validate(data)
 
 
-def make_teacher(folder: Path, seed: int) -> Path:
-    """Another tiny model, with a vocabulary that is padded further than that of a student."""
+def make_teacher(folder: Path, seed: int, tokenizer: Any = None) -> Path:
+    """Another tiny model, with a vocabulary that is padded further than that of a student, or with
+    another tokenizer.
+    """
     make_tiny(folder)
     model: Any = load_causal_lm(folder, torch.float32, torch.device("cpu"))
     torch.manual_seed(seed)
-    model.resize_token_embeddings(272, mean_resizing=False)
+    model.resize_token_embeddings(512 if tokenizer else 272, mean_resizing=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
+    if tokenizer:
+        tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from stretto.schedules.rollout import Rollout
@@ -96,3 +107,66 @@ def begun(r: Rollout, tokens: int = 0) -> Rollout:
 def stream(scorer: ModelScorer, made: Sequence[Rollout], size: int) -> list[np.ndarray[Any, Any]]:
     """Scores of rollouts that all grow by chunks of one size."""
     return [score.values for score in scores_of(scorer, made, size)]
+
+
+CORPUS = [
+    "the weather in the north is rather cold, and the wind doesn't help; isn't it?",
+    "Größenwahn für Anfänger: über die Brücke, naïve café crème brûlée",
+    "日本語のテキストは、空白なしで書かれる。それは普通です。",
+    "x = 12345 + 678; y = f(x)\n\nreturn y  # done\n",
+    "emoji 🙂🙃 and 👩‍🔬 in the text",
+]
+
+
+@cache
+def trained(kind: str) -> Any:
+    """A small BPE tokenizer: byte-level, or of the kind that marks words with a leading '▁'."""
+    special = ["<pad>", "<s>", "<sep>"]
+    if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<pad>"))
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        tokenizer.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+        alphabet = []
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    words = CORPUS if kind == "bytes" else [w for line in CORPUS for w in line.split(" ")]
+    tokenizer.train_from_iterator(words, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<sep>")
+
+
+def other_tokenizer(kind: str, template: str | None = None) -> Any:
+    tokenizer = copy.deepcopy(trained(kind))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_rollout(id_: int, text: str, *, chat: bool, finish: FinishReason) -> Rollout:
+    """A response in the byte tokenizer's tokens, so that chunks may cut characters."""
+    said = "What is the weather in the north?\n"
+    messages = (Message(role="user", content=said),) if chat else None
+    r = Rollout(id_, Prompt(1, tuple(said.encode()), said, messages), 1)
+    r.tokens = array("i", [*text.encode(), *([EOS] if finish is FinishReason.STOP else [])])
+    r.logprobs, r.versions = array("f", [-1.0] * len(r)), array("i", [0] * len(r))
+    r.finish = finish
+    return r
+
+
+def long_text(words: int) -> str:
+    rng = random.Random(5)
+    vocabulary = " ".join(CORPUS).split(" ")
+    return " ".join(rng.choice(vocabulary) for _ in range(words))

@@ -264,7 +264,8 @@ class Score:
         source: the scorer's name, unique in a run.
         kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number per sampled token).
         values: [1] for a reward, otherwise [T] with the T sampled tokens. Empty for a reward that
-            does not apply to the rollout.
+            does not apply to the rollout. Log-probabilities may be of spans of several tokens, each
+            at its last one. The others have NaN.
         failure: why there is no score. ``values`` is then empty. Never a silent zero.
         extra: further values of a reward function, by name; plain data.
     """

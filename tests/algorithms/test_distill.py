@@ -11,23 +11,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from helpers import critic_of, left_padded_logprobs, llama, make_rollouts, told
 from loss_helpers import inputs_of, mask_of, randn
 from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import assert_same_run, make_teacher, run, settings
+from scorer_helpers import trained
 from stretto import runs
+from stretto.algorithms.distill import divided
 from stretto.algorithms.experience import Scored
 from stretto.algorithms.registry import FUNCTIONS, prepare
+from stretto.assembly.roles import RoleFactory
 from stretto.config import AlgorithmConfig, Config, RewardConfig, recipes
 from stretto.errors import ConfigError, LearnerError, StateError
+from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.display import Progress
 from stretto.planner.fitting import plan_for
 from stretto.planner.replay import Recording
 from stretto.runtime.placement import model_scorers
+from stretto.saying import silent
 from stretto.scoring.model_scorers import reference_scorer
 from stretto.testing.contracts import chunk_of
 
@@ -298,15 +302,104 @@ def test_rewards_are_needed_only_where_they_teach(tiny_folder: Path) -> None:
         recipes.build({"algorithm": beside}, "here")
 
 
-def test_a_teacher_of_another_tokenizer_is_refused(
-    tiny_folder: Path, teacher: Path, tmp_path: Path
+def test_a_teacher_of_another_tokenizer_cannot_read_episodes(tiny_folder: Path) -> None:
+    config = distilled(tiny_folder, "t")
+    environment = config.environment.model_copy(update={"sources": ("tools.py:add",)})
+    factory = RoleFactory(config.model_copy(update={"environment": environment}), silent)
+    with raises(ConfigError, "teacher-of-other-tokenizer", "episode", "stretto sft"):
+        factory.teacher_scorer("teacher", (llama(), trained("bytes")), byte_tokenizer(), [])
+
+
+# -- a teacher with another tokenizer ------------------------------------------------------------
+
+
+SPANS = {
+    "mask": mask_of((4, 1)),
+    "logprobs": torch.tensor([[-1.0, -2.0, -0.5, -4.0], [-3.0, 9.0, 9.0, 9.0]]),
+}
+
+
+def of_spans() -> Scored:
+    """A span of two tokens, one of one, a cut character; a response of one token."""
+    reference = torch.tensor([[torch.nan, -4.0, -0.75, torch.nan], [-1.0, 7.0, 7.0, 7.0]])
+    apart, tokens = divided(reference, SPANS["logprobs"], SPANS["mask"])
+    return scored(**SPANS, ref_logprobs=apart, span_tokens=tokens)
+
+
+def test_each_token_of_a_span_has_the_spans_log_ratio_by_hand() -> None:
+    e = prepare(of_spans(), AlgorithmConfig(name="distill", teacher="t"), OFF, 1.0)
+    assert e.advantages.tolist() == [[-1.0, -1.0, -0.25, 0.0], [2.0, 0.0, 0.0, 0.0]]
+    assert e.stats["distill/reverse_kl"] == pytest.approx((1 + 0.25 - 2) / 5)
+    assert e.stats["objective/kl"] == pytest.approx((1 + 0.25 - 2) / 2)
+    assert e.stats["distill/span_tokens"] == pytest.approx(5 / 4)
+
+
+def test_spans_of_one_token_change_nothing() -> None:
+    reference = torch.tensor([[-0.5, -4.0, -0.5, -1.0], [-1.0, 7.0, 7.0, 7.0]])
+    apart, tokens = divided(reference, SPANS["logprobs"], SPANS["mask"])
+    assert apart is reference
+    assert tokens is None
+
+
+def test_the_expected_gradient_over_spans_is_that_of_the_reverse_kl() -> None:
+    """Over all spans of two tokens out of three, each as often as the student samples it."""
+    a = AlgorithmConfig(name="distill", teacher="t")
+    first, second = randn(1, 3, dtype=torch.float64), randn(2, 3, 3, dtype=torch.float64)
+    of_teacher = torch.log_softmax(randn(3, 9, dtype=torch.float64), 0)
+    logits = [first.requires_grad_(), second.requires_grad_()]
+
+    def student() -> Tensor:
+        """Log-probabilities [9, 2] of the tokens of each span."""
+        one, two = (torch.log_softmax(x, -1) for x in logits)
+        return torch.stack([one.repeat_interleave(3), two.flatten()], dim=1)
+
+    spans = student().sum(1)
+    want = torch.autograd.grad((spans.exp() * (spans - of_teacher)).sum(), logits)
+
+    logprobs = student()
+    old, mask = logprobs.detach(), mask_of((2,) * 9)
+    reference = torch.stack([torch.full_like(of_teacher, torch.nan), of_teacher], dim=1)
+    apart, tokens = divided(reference, old, mask)
+    data = scored(
+        mask=mask,
+        logprobs=old,
+        ref_logprobs=apart,
+        span_tokens=tokens,
+        scores=torch.zeros(9),
+        ended=torch.ones(9, dtype=torch.bool),
+        groups=torch.arange(9),
+    )
+    e = prepare(data, a, OFF, 1.0)
+    inputs = inputs_of(e.mask, advantages=e.advantages, old_logprobs=e.old_logprobs)
+    inputs = replace(inputs, weights=old.sum(1).exp()[:, None].expand(9, 2))
+    loss = FUNCTIONS["distill"].policy_loss(logprobs, inputs, a).loss
+    for got, expected in zip(torch.autograd.grad(loss, logits), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_teacher(tmp_path_factory.mktemp("other"), 5, trained("bytes"))
+
+
+def test_a_streamed_teacher_of_another_tokenizer_teaches_what_a_whole_one_does(
+    tiny_folder: Path, other_teacher: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in teacher.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(teacher)
-    tokenizer.add_tokens(["<more>"])
-    tokenizer.save_pretrained(other)
-    with raises(ConfigError, "teacher-of-other-tokenizer", "stretto sft"):
-        run(distilled(tiny_folder, other), tmp_path)
+    """Also in shards, in processes of their own."""
+    whole, _ = run(distilled(tiny_folder, other_teacher, schedule=dict(WHOLE)), tmp_path / "whole")
+    assert whole.read_metrics()[0]["distill/span_tokens"] > 1
+    config = distilled(tiny_folder, other_teacher, schedule=dict(STREAMED))
+    run_dir, _ = run(config, tmp_path / "streamed")
+    assert_same_run(whole, run_dir, exact=False)
+    assert "prefill/teacher" in {s.name for s in run_dir.trace.read().spans}
+
+
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, pytest.param({"tp": 2}, marks=SLOW)])
+def test_a_divided_teacher_of_another_tokenizer_teaches_the_same(
+    layout: dict[str, int], tiny_folder: Path, other_teacher: Path, tmp_path: Path
+) -> None:
+    here, _ = run(distilled(tiny_folder, other_teacher, schedule=dict(STREAMED)), tmp_path / "here")
+    cluster = {"runtime": "local", "cluster": {"processes": [place("teacher", 2, teacher=layout)]}}
+    config = distilled(tiny_folder, other_teacher, schedule=dict(STREAMED), **cluster)
+    there, _ = run(config, tmp_path / "there")
+    assert_same_run(here, there, exact=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from array import array
@@ -31,7 +30,7 @@ from helpers import (
 )
 from raising import raises
 from rounding import GRADIENT_TERMS, rounding
-from scorer_helpers import begun, bert, stream
+from scorer_helpers import begun, bert, long_text, other_tokenizer, stream, text_rollout, trained
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import CachedPass, SlotCache, slots_within
 from stretto.models.tiny import byte_tokenizer
@@ -41,7 +40,7 @@ from stretto.scoring.base_scorer import ModelScorer
 from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
 from stretto.testing.contracts import chunk_of
-from stretto.types import FinishReason, Message, Prompt
+from stretto.types import FinishReason, Prompt
 
 EOS = 258
 TOLERANCE = rounding(GRADIENT_TERMS)
@@ -519,64 +518,11 @@ def test_models_that_cannot_be_streamed_score_whole_rollouts(
 
 # -- reward models with a tokenizer of their own -------------------------------------------------
 
-CORPUS = [
-    "the weather in the north is rather cold, and the wind doesn't help; isn't it?",
-    "Größenwahn für Anfänger: über die Brücke, naïve café crème brûlée",
-    "日本語のテキストは、空白なしで書かれる。それは普通です。",
-    "x = 12345 + 678; y = f(x)\n\nreturn y  # done\n",
-    "emoji 🙂🙃 and 👩‍🔬 in the text",
-]
-
-
-@cache
-def trained(kind: str) -> Any:
-    """A small BPE tokenizer: byte-level, or of the kind that marks words with a leading '▁'."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    special = ["<pad>", "<s>", "<sep>"]
-    if kind == "bytes":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<pad>"))
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        alphabet = []
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    words = CORPUS if kind == "bytes" else [w for line in CORPUS for w in line.split(" ")]
-    tokenizer.train_from_iterator(words, trainer)
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<sep>"
-    )
-
-
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] | trim + '<sep>\\n' }}"
     "{% endfor %}"
 )
 FORGETFUL = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
-
-
-def other_tokenizer(kind: str, template: str | None = None) -> Any:
-    tokenizer = copy.deepcopy(trained(kind))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def text_rollout(id_: int, text: str, *, chat: bool, finish: FinishReason) -> Rollout:
-    """A response in the byte tokenizer's tokens, so that chunks may cut characters."""
-    said = "What is the weather in the north?\n"
-    messages = (Message(role="user", content=said),) if chat else None
-    r = Rollout(id_, Prompt(1, tuple(said.encode()), said, messages), 1)
-    r.tokens = array("i", [*text.encode(), *([EOS] if finish is FinishReason.STOP else [])])
-    r.logprobs, r.versions = array("f", [-1.0] * len(r)), array("i", [0] * len(r))
-    r.finish = finish
-    return r
 
 
 @cache
@@ -621,12 +567,6 @@ def test_the_score_is_always_that_of_all_the_text(
     made = [text_rollout(i, t + "x", chat=chat, finish=finish) for i, t in enumerate(texts)]
     scorer = judge(tokenizer, slots=len(made))
     assert_same(stream(scorer, made, size), whole(judge(tokenizer, 0), made))
-
-
-def long_text(words: int) -> str:
-    rng = random.Random(5)
-    vocabulary = " ".join(CORPUS).split(" ")
-    return " ".join(rng.choice(vocabulary) for _ in range(words))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])

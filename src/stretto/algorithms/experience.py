@@ -42,6 +42,7 @@ class Scored:
     episodes: Tensor | None = None  # [B] int64, equal for an episode's rows; None: one row each
     sources: Tensor | None = None  # [B, S] float64, one column per source; NaN if it does not apply
     weights: Tensor | None = None  # [S] of the sources
+    span_tokens: Tensor | None = None  # [B, T] tokens of each token's span; None: 1 each
 
     def shared(self) -> Scored:
         """Return the batch with one score and one ``ended`` flag per episode. The score is the mean

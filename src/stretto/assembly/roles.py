@@ -32,7 +32,7 @@ from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import backbone, positions, text_config, unwrapped
 from stretto.models.layer_shards import GatheredPasses, Grid
-from stretto.models.load import end_token_ids
+from stretto.models.load import end_token_ids, named_ends
 from stretto.models.lora import trained_tensors
 from stretto.models.resolve import adapter_base, resolve
 from stretto.models.row_products import use_row_products
@@ -43,8 +43,14 @@ from stretto.rollout.base import Engine, EngineSettings, StopStrings
 from stretto.rollout.engine_registry import engine_of
 from stretto.saying import Say, silent
 from stretto.scoring.base_scorer import ModelScorer
+from stretto.scoring.cross_tokenizer import CrossTokenizerScorer, TeacherReader
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.model_scorers import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.scoring.model_scorers import (
+    RewardModelScorer,
+    critic_scorer,
+    reference_scorer,
+    same_tokenizer,
+)
 from stretto.scoring.streaming import CodeScorer, StreamingReward, StreamingScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.backprop import Backprop, LocalBackprop
@@ -331,36 +337,61 @@ class RoleFactory:
                 reward.require_room(prompts)
 
     def teacher_scorer(
-        self, name: str, model: nn.Module, gathered: GatheredPasses | None = None
+        self,
+        name: str,
+        loaded: Reward,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        gathered: GatheredPasses | None = None,
     ) -> ModelScorer:
-        """Build a teacher's scorer. Raises ConfigError if it has too few positions."""
-        self.config.require_positions(f"the {name}", positions(model))
+        """Build a teacher's scorer. Raises ConfigError or ModelError if it has too few positions,
+        or a tokenizer that cannot be read by.
+        """
+        model, own_tokenizer = loaded
         has_others = bool(self.config.algorithm.teachers)
-        return reference_scorer(
-            model,
-            self.config.rollout.temperature,
-            self._budget,
-            gathered,
-            name,
-            vocabulary=text_config(model).vocab_size,
-            applies=partial(is_taught_by, name) if has_others else None,
-            slots=self.scorer_slots(model, name, gathered),
-            say=self._say,
+        options: dict[str, Any] = {
+            "applies": partial(is_taught_by, name) if has_others else None,
+            "slots": self.scorer_slots(model, name, gathered),
+            "say": self._say,
+        }
+        if same := same_tokenizer(own_tokenizer, tokenizer):
+            self.config.require_positions(f"the {name}", positions(model))
+            options["vocabulary"] = text_config(model).vocab_size
+        else:
+            self._require_text(name, own_tokenizer)
+            ends = named_ends(text_config(model), own_tokenizer)
+            stop = self.config.rollout.stop
+            options["scorer"] = CrossTokenizerScorer
+            options["reader"] = TeacherReader(name, own_tokenizer, tokenizer, stop, ends)
+        temperature = self.config.rollout.temperature
+        scorer = reference_scorer(model, temperature, self._budget, gathered, name, **options)
+        if not same:
+            scorer.require_room(prompts)
+        return scorer
+
+    def _require_text(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise ConfigError if a teacher cannot read responses as text."""
+        because = "does not say where in a text its tokens are"
+        if self.config.environment.sources:
+            because = "cannot read the turns of an episode, which the actor's template laid out"
+        elif tokenizer.is_fast:
+            return
+        model = self.config.algorithm.teacher_models[name]
+        raise ConfigError(
+            f"the {name} '{model}' has another tokenizer than the actor, which {because}; choose a "
+            "model of the actor's family, or fine-tune the actor on the teacher's texts with "
+            "`stretto sft`",
+            "teacher-of-other-tokenizer",
         )
 
-    def teachers(
-        self, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
-    ) -> dict[str, nn.Module]:
+    def teachers(self, overrides: Overrides) -> dict[str, Reward]:
         """Load all teachers, by the names of their scorers."""
         names = self.config.algorithm.teacher_models
-        return {name: self.load_teacher(name, tokenizer, overrides) for name in names}
+        return {name: self.load_teacher(name, overrides) for name in names}
 
-    def load_teacher(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, overrides: Overrides
-    ) -> nn.Module:
+    def load_teacher(self, name: str, overrides: Overrides) -> Reward:
         path = self.config.algorithm.teacher_models[name]
-        in_files = overrides.in_files
-        return load_teacher(self.config.model, path, tokenizer, self._say, in_files=in_files)
+        return load_teacher(self.config.model, path, self._say, in_files=overrides.in_files)
 
     def model_scorers(
         self,

@@ -36,7 +36,7 @@ from stretto.tasks.prompts import PromptSource
 
 Device = Literal["auto", "cpu", "cuda"]
 Reward = tuple[nn.Module, PreTrainedTokenizerBase]
-"""A reward model and its tokenizer."""
+"""A reward model or teacher, and its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -185,24 +185,10 @@ def load_reward_model(
     return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
 
 
-def load_teacher(
-    config: ModelConfig,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    say: Say,
-    *,
-    in_files: bool = False,
-) -> nn.Module:
-    """Load a frozen teacher. Raises ConfigError if its tokenizer differs from the actor's."""
+def load_teacher(config: ModelConfig, name: str, say: Say, *, in_files: bool = False) -> Reward:
     path = resolve(name, say)
-    if not same_tokenizer(load_tokenizer(path, config.trust_remote_code, say), tokenizer):
-        raise ConfigError(
-            f"algorithm.teacher = '{name}' has another tokenizer than the actor, whose tokens it "
-            "must read; choose a model of the actor's family, or fine-tune the actor on the "
-            "teacher's texts with `stretto sft`",
-            "teacher-of-other-tokenizer",
-        )
-    return _loaded(load_causal_lm, path, config, say, in_files).requires_grad_(False)
+    model = _loaded(load_causal_lm, path, config, say, in_files)
+    return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
 
 
 def load_draft(

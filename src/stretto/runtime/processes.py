@@ -259,7 +259,7 @@ class ProcessWorkers:
             case "critic":
                 return scorer_roles.critic, (setup,)
             case name if name in teachers:
-                return scorer_roles.teacher, (setup, name)
+                return scorer_roles.teacher, (setup, name, self._first)
             case source:
                 return scorer_roles.reward_model, (setup, source, self._first)
 

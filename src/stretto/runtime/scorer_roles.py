@@ -134,16 +134,16 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
 
 
-def teacher(setup: RoleSetup, name: str) -> ScorerService:
-    """Make the service of a teacher in its process."""
+def teacher(setup: RoleSetup, name: str, prompts: Sequence[Prompt]) -> ScorerService:
+    """Make the service of a teacher in its process, and check it on these prompts."""
     setup.prepare()
     config, notes = setup.config, list[str]()
     factory, loading_setup = RoleFactory(config, notes.append), setup.for_loading()
     tokenizer = open_prompts(config, setup.overrides, silent).tokenizer
     loading = RoleFactory(loading_setup.config, notes.append)
-    model = loading.load_teacher(name, tokenizer, loading_setup.overrides)
-    gathered = _divided(model, setup, setup.layout, name, notes)
-    scorer = factory.teacher_scorer(name, model, gathered)
+    loaded = loading.load_teacher(name, loading_setup.overrides)
+    gathered = _divided(loaded[0], setup, setup.layout, name, notes)
+    scorer = factory.teacher_scorer(name, loaded, tokenizer, prompts, gathered)
     offloaded = None if gathered else setup.offloaded(name, scorer.model.parameters)
     return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stretto.assembly.controllers import share_cores
-from stretto.assembly.parts import trained_models
+from stretto.assembly.parts import FIRST, trained_models
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import Overrides, drawing_apart
 from stretto.config import Config
@@ -66,7 +66,7 @@ class ThreadWorkers:
         knobs, engines = config.schedule.knobs, config.rollout.engines
         factory = RoleFactory(config, say)
         rewards = factory.reward_models(prompts.tokenizer, overrides)
-        teachers = factory.teachers(prompts.tokenizer, overrides)
+        teachers = factory.teachers(overrides)
         models = trained_models(config, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
         separate_weights: Callable[[nn.Module], nn.Module] = (
@@ -89,7 +89,8 @@ class ThreadWorkers:
         for i, replica in enumerate(rewards):
             host = i if knobs.hosts_scorers(engines) else None
             values = separate_weights(critic) if critic else None
-            model_scorers = [factory.teacher_scorer(*teacher) for teacher in teachers.items()]
+            reading = prompts.tokenizer, prompts.first(FIRST)
+            model_scorers = [factory.teacher_scorer(*t, *reading) for t in teachers.items()]
             model_scorers += factory.model_scorers(models.reference, values, channel)
             for scorer in (*replica, *model_scorers):
                 role = scorer.info.name if host is None else f"{scorer.info.name} {i}"

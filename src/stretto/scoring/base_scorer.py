@@ -22,14 +22,23 @@ from torch import Tensor, nn
 from stretto.bounds import ceil_div
 from stretto.errors import EngineError, ModelError, first_line, is_out_of_memory
 from stretto.models.cached import CachedPass, SlotCache, check_cache
-from stretto.models.forward import by_token_budget, following_frequencies, predicting
+from stretto.models.forward import by_token_budget, following_frequencies, positions, predicting
 from stretto.models.layer_shards import GatheredPasses, computed
 from stretto.models.shards import peers_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
 from stretto.scoring.response_buffer import ResponseScorer, worthwhile_tokens
 from stretto.scoring.retokenise import StablePrefix
-from stretto.types import Chunk, Response, Score, ScoreKind, ScorerInfo, WeightsRef, sampled_of
+from stretto.types import (
+    Chunk,
+    Prompt,
+    Response,
+    Score,
+    ScoreKind,
+    ScorerInfo,
+    WeightsRef,
+    sampled_of,
+)
 from stretto.weights.channel import WeightChannel, fetched
 
 Scored = Iterator[tuple[Sequence[Response], Sequence[Tensor]]]
@@ -82,6 +91,7 @@ class ModelScorer(ResponseScorer):
         self._failures: dict[int, str] = {}
         self._said_full = False
         self._gathered = gathered
+        self._positions = positions(model)
         self._rows = self._open_rows(slots) if slots else None
 
     @property
@@ -201,6 +211,34 @@ class ModelScorer(ResponseScorer):
         row.predicting += predicting(sampled_of(response)[before - prompt :], before)
         row.goal = len(row.tokens) - 1
 
+    def require_room(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ModelError if the model has no position left for a response to any prompt."""
+        if self._positions is None:
+            return
+        nothing = np.empty(0, np.int32)
+        shortest = min(len(self._tokens(Response(0, 0, prompt, nothing))) for prompt in prompts)
+        if shortest >= self._positions:
+            raise ModelError(
+                f"'{self.name}' has {self._positions} positions, and of the first {len(prompts)} "
+                f"prompts the shortest takes {shortest} of them without a response; lower "
+                "task.max_prompt_tokens, or choose another model",
+                "too-few-positions",
+            )
+
+    def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
+        if self._positions is None or len(tokens) <= self._positions:
+            return True
+        self._failures[response.id] = (
+            f"'{self.name}' has {self._positions} positions, and reads rollout {response.id} with "
+            f"its prompt as {len(tokens)} tokens. Lower rollout.max_new_tokens or "
+            "task.max_prompt_tokens, or choose another model"
+        )
+        return False
+
+    def _tokens(self, response: Response) -> list[int]:
+        """Return the tokens that the model reads of a response and its prompt."""
+        return [*response.prompt.tokens, *response.tokens.tolist()]
+
     def _passes(self, lengths: Sequence[int]) -> list[list[int]]:
         """Divide sequences into this rank's passes within the budget. Returns their indices."""
         if self._gathered is None:
@@ -241,6 +279,17 @@ class StreamedRow:
     predicting: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
     text: StablePrefix | None = None
+
+    def retokenise(self, tokens: Sequence[int], unchanged: int) -> int:
+        """Replace all but the first tokens. Return how many had run already."""
+        rolled_back = max(self.cached - unchanged, 0)
+        self.cached -= rolled_back
+        if unchanged < len(self.prompt):
+            self.prompt = ()
+        self.tokens[unchanged:] = tokens[unchanged:]
+        self.goal = max(0, len(self.tokens) - 1)  # all of a short text may be held back
+        self.cached = min(self.cached, self.goal)  # the last token's state will be needed
+        return rolled_back
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,6 @@ from stretto.models.forward import (
     head_reader,
     last_hidden,
     pad_right,
-    positions,
     response_hidden,
     response_tokens,
     states_at,
@@ -41,7 +39,7 @@ from stretto.scoring.base_scorer import (
     warn,
 )
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
-from stretto.types import Prompt, Response, sampled_of
+from stretto.types import Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +120,7 @@ def reference_scorer(
     token_budget: int,
     gathered: GatheredPasses | None = None,
     name: str = "reference",
+    scorer: type[TokenScorer] = TokenScorer,
     **options: Any,
 ) -> TokenScorer:
     """Return a scorer by the log-probabilities of the reference or another model (``name``), at the
@@ -140,7 +139,7 @@ def reference_scorer(
         return token_logprobs(head(), hidden, tokens, temperature)[0]
 
     options["gathered"] = gathered
-    return TokenScorer(read, name, "logprobs", model, token_budget, **options)
+    return scorer(read, name, "logprobs", model, token_budget, **options)
 
 
 @torch.no_grad()
@@ -217,7 +216,6 @@ class RewardModelScorer(ModelScorer):
         self.reads_text = not self.same_tokenizer
         self.rolled_back_tokens = 0
         self._causal = computed(gathered, partial(reads_last_token, model))
-        self._positions = positions(model)
         ends = frozenset[int]()
         if self._causal and tokenizer.eos_token_id is not None:
             ends = named_ends(text_config(model), tokenizer)
@@ -263,14 +261,7 @@ class RewardModelScorer(ModelScorer):
             prefix_length = text.close(self._reading.tokens(response))
         else:
             prefix_length = text.grow(self._reading.begun(response))
-        if prefix_length < row.cached:
-            self.rolled_back_tokens += row.cached - prefix_length
-            row.cached = prefix_length
-        if prefix_length < len(row.prompt):
-            row.prompt = ()
-        row.tokens[prefix_length:] = text.tokens[prefix_length:]
-        row.goal = max(0, len(row.tokens) - 1)  # all of a short text may be held back
-        row.cached = min(row.cached, row.goal)  # the last token's state will be needed
+        self.rolled_back_tokens += row.retokenise(text.tokens, prefix_length)
 
     def _take_hidden(self, spans: Sequence[RowSpan], hidden: Tensor) -> None:
         pairs = zip(hidden, spans, strict=True)
@@ -297,34 +288,9 @@ class RewardModelScorer(ModelScorer):
         logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits
         return logits[:, 0]
 
-    def require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ModelError if the model has no position left for a response to any prompt."""
-        if self._positions is None:
-            return
-        nothing = np.empty(0, np.int32)
-        token_lists = (self._reading.tokens(Response(0, 0, prompt, nothing)) for prompt in prompts)
-        shortest = min(map(len, token_lists))
-        if shortest >= self._positions:
-            raise ModelError(
-                f"reward model '{self.name}' has {self._positions} positions, and of the first "
-                f"{len(prompts)} prompts the shortest takes {shortest} of them without a response; "
-                "lower task.max_prompt_tokens, or choose another reward model",
-                "too-few-positions",
-            )
-
-    def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
-        if self._positions is None or len(tokens) <= self._positions:
-            return True
-        self._failures[response.id] = (
-            f"'{self.name}' has {self._positions} positions, and reads rollout {response.id} with "
-            f"its prompt as {len(tokens)} tokens. Lower rollout.max_new_tokens or "
-            "task.max_prompt_tokens, or choose another reward model"
-        )
-        return False
-
     def _tokens(self, response: Response) -> list[int]:
         if self.same_tokenizer:
-            return [*response.prompt.tokens, *response.tokens.tolist()]
+            return super()._tokens(response)
         return self._reading.tokens(response)
 
 

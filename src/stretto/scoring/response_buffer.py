@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+INCOMPLETE = "\ufffd"
+"""End of a text whose last character is incomplete."""
 WINDOW = 4
 """Tokens before a piece of text that are decoded with it."""
 
@@ -78,6 +80,29 @@ class ResponseScorer:
         responses = [self._responses[rollout_id] for rollout_id in rollout_ids]
         ResponseScorer.release(self, rollout_ids)
         return responses
+
+
+class GrowingPieces:
+    """Decodes tokens as they arrive, in a window, because a text depends on the token before it.
+
+    ``tokens`` are already known. Their text is not returned.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], tokens: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._tokens = list(tokens)
+        self._read = len(self._tokens)
+
+    def piece(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Return the text of further tokens. Unless ``last``, an incomplete character waits."""
+        self._tokens += tokens
+        read_text = self._decode(self._tokens[: self._read])
+        text = self._decode(self._tokens)
+        if len(text) <= len(read_text) or (text.endswith(INCOMPLETE) and not last):
+            return ""
+        del self._tokens[: self._read]
+        self._read = len(self._tokens)
+        return text[len(read_text) :]
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:

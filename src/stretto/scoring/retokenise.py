@@ -1,4 +1,4 @@
-"""Tokenises a growing response for a reward model with another tokenizer.
+"""Tokenises a growing response for a reward model or teacher with another tokenizer.
 
 Such a model reads text. The tokens of a growing text change at its end, because the last word may
 become another one. So only tokens at least two words before the end are read. At the end the
@@ -117,6 +117,9 @@ class ConversationReader:
 
     def prefix(self, prompt: Prompt) -> StablePrefix:
         """Return an empty :class:`StablePrefix` for the text of :meth:`begun`."""
+        return StablePrefix(self._encoding(prompt), max(map(len, self._stop), default=0))
+
+    def _encoding(self, prompt: Prompt) -> Encode:
         special = not self._templated(prompt)
         prompt_text = self._asked(prompt) if self._ends else ""
 
@@ -133,7 +136,7 @@ class ConversationReader:
             more, places = pieces(text[len(prompt_text) :], False)
             return [*ids, *more], [*spans, *((a + edge, b + edge) for a, b in places)]
 
-        return StablePrefix(encode, max(map(len, self._stop), default=0))
+        return encode
 
     def _asked(self, prompt: Prompt) -> str:
         """Return the prompt without a response, escaped. Empty if a chat template refuses it."""
@@ -170,9 +173,9 @@ class ConversationReader:
             *before, last = turns
             excerpt = Message(role=last["role"], content=last["content"] + " [...]" * unfinished)
             raise ModelError(
-                f"the chat template of reward model '{self._name}' refuses the conversation "
+                f"the chat template of '{self._name}' refuses the conversation "
                 f"{[*before, excerpt]}: {error}. Leave task.system empty, or choose another "
-                "reward model, one that knows tools where there are any",
+                "model, one that knows tools where there are any",
                 "template-refuses",
             ) from error
 
@@ -181,18 +184,21 @@ class StablePrefix:
     """The tokens of a growing text without its last words, which may still change.
 
     Each call tokenises the new text and some context, so that the work is linear in the length. The
-    last ``held`` characters may be cut off when the text ends (a stop string).
+    last ``held`` characters may be cut off when the text ends (a stop string). The tokens of the
+    first ``fixed`` characters do not change.
     """
 
-    def __init__(self, encode: Encode, held: int = 0) -> None:
-        self._encode, self._held = encode, held
+    def __init__(self, encode: Encode, held: int = 0, fixed: int = 0) -> None:
+        self._encode = encode
+        self._held = held
+        self._fixed = fixed
         self.tokens: list[int] = []
         self._starts: list[int] = []
         self._text = ""  # the text of ``tokens``
 
     def grow(self, text: str) -> int:
         """Update to the text so far. Return how many leading tokens did not change."""
-        end = _stable_end(text, self._held)
+        end = max(self._fixed, _stable_end(text, self._held))
         if not text.startswith(self._text):
             return self._renew(text, end)
         count = len(self.tokens)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from stretto.scoring.response_buffer import GrowingPieces
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_UNFINISHED = "\ufffd"
-"""End of a text whose last character is incomplete."""
 
 
 class GrowingText:
@@ -17,17 +16,14 @@ class GrowingText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        # Decoded in a window, because a token's text depends on the token before it.
-        self._start = self._read = 0
+        self._pieces = GrowingPieces(self._decoded)
         self._text, self._taken = "", 0
         self.stopped_by: str | None = None
 
     def add(self, tokens: Sequence[int]) -> int:
         """Add tokens up to the one that completes a stop string. Return how many were added."""
         for number, token in enumerate(tokens, start=1):
-            self._tokens.append(token)
-            self._extend(last=False)
+            self._extend(self._pieces.piece([token]))
             if self.stopped_by is not None:
                 return number
         return len(tokens)
@@ -35,21 +31,18 @@ class GrowingText:
     def take(self, *, last: bool = False) -> str:
         """Return new text. Unless ``last``, hold back beginnings of stop strings and characters."""
         if last and self.stopped_by is None:
-            self._extend(last=True)
+            self._extend(self._pieces.piece([], last=True))
         end = len(self._text)
         if not last and self.stopped_by is None:
             end -= max((_begun(string, self._text) for string in self._stop), default=0)
         piece, self._taken = self._text[self._taken : end], max(end, self._taken)
         return piece
 
-    def _extend(self, *, last: bool) -> None:
-        read_text = self._decoded(self._tokens[self._start : self._read])
-        text = self._decoded(self._tokens[self._start :])
-        if len(text) <= len(read_text) or (text.endswith(_UNFINISHED) and not last):
+    def _extend(self, piece: str) -> None:
+        if not piece:
             return
         old_length = len(self._text)
-        self._text += text[len(read_text) :]
-        self._start, self._read = self._read, len(self._tokens)
+        self._text += piece
         matches = [
             (at, string)
             for string in self._stop

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from stretto.algorithms.distill import divided
 from stretto.algorithms.experience import Scored
 from stretto.config import ENVIRONMENT
 from stretto.types import TrainBatch, sampled_of, short_name
@@ -28,15 +29,20 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
         rows = [torch.from_numpy(row) for row in batch.split_sampled(column)]
         return pad_sequence(rows, batch_first=True)
 
+    mask, logprobs = padded(np.ones(len(batch.tokens), np.bool_)), padded(batch.logprobs)
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
+    ref_logprobs = span_tokens = None
+    if reference is not None:
+        ref_logprobs, span_tokens = divided(padded(reference), logprobs, mask)
     turns = None
     if batch.turn_rewards is not None and ENVIRONMENT in batch.rewards:
         turn_weights = torch.from_numpy(batch.applies[ENVIRONMENT])[:, None] * weights[ENVIRONMENT]
         turns = padded(batch.turn_rewards) * turn_weights.float()
     return Scored(
-        mask=padded(np.ones(len(batch.tokens), np.bool_)),
-        logprobs=padded(batch.logprobs),
-        ref_logprobs=None if reference is None else padded(reference),
+        mask=mask,
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        span_tokens=span_tokens,
         values=None if values is None else padded(values),
         scores=torch.from_numpy(batch.totals(weights)).float(),
         ended=torch.from_numpy(batch.ended),
