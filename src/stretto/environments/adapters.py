@@ -67,15 +67,13 @@ class Episode(ABC):
         environment: the user's object, if there is one.
         thread: in which the object is made, called and closed.
         sound: False after a call that was given up, because it may still run.
+        schemas: of tools to add to the opening's, for an environment that a row chooses.
     """
 
     environment: Any = None
     thread: ObjectThread | None = None
     sound = True
-
-    @property
-    def own(self) -> Episode:
-        return self
+    schemas: Sequence[dict[str, Any]] = ()
 
     @abstractmethod
     async def open(self, messages: Sequence[Row]) -> Opening:
@@ -301,7 +299,9 @@ def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row)
                 f"the row's column 'environment' is {row.get('environment')!r}, and '{name}' has "
                 f"{', '.join(sources)}"
             )
-        return _Chosen(row_source.make(row), row_source.tools)
+        episode = row_source.make(row)
+        episode.schemas = row_source.tools
+        return episode
 
     replays = {source.replay for source in sources.values()}
     return Source("environment", make, replay=replays.pop() if len(replays) == 1 else "")
@@ -562,28 +562,3 @@ def _seed(row: Row) -> int:
     """Return a seed that depends only on the row, so that siblings get the same world."""
     text = json.dumps(row, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
-
-
-class _Chosen(Episode):
-    """An episode of one of several environments, with that environment's tools."""
-
-    def __init__(self, episode: Episode, tools: list[dict[str, Any]]) -> None:
-        self._episode, self._tools = episode, tools
-
-    @property
-    def own(self) -> Episode:
-        return self._episode
-
-    async def open(self, messages: Sequence[Row]) -> Opening:
-        opening = await self._episode.open(messages)
-        opening.tools = [*self._tools, *(opening.tools or ())] or None
-        return opening
-
-    async def step(self, turn: Turn) -> TurnResult:
-        return await self._episode.step(turn)
-
-    async def finish(self) -> float | None:
-        return await self._episode.finish()
-
-    async def close(self) -> None:
-        await self._episode.close()

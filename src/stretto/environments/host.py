@@ -169,6 +169,8 @@ class EnvironmentHost:
         self._episodes[body["episode"]] = episode
         try:
             opening = asdict(await episode.open(body["messages"]))
+            if episode.schemas:
+                opening["tools"] = [*episode.schemas, *(opening["tools"] or ())]
         except BaseException:
             await self._close(body)
             raise
@@ -193,7 +195,7 @@ class EnvironmentHost:
             return {"reward": None, "failure": str(error)}
 
     async def _score(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        episode = self._episodes[body["episode"]].own
+        episode = self._episodes[body["episode"]]
         scores = {}
         for name, sample in body["samples"].items():
             judge = self._judges[name]
