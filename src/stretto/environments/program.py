@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
 from typing import Any, Protocol
@@ -71,21 +71,15 @@ class _Episode:
     samples: set[int]  # not yet released
 
 
+@dataclass(eq=False)
 class ProgramEnvironment:
     """An environment of programs, which reach the policy through sessions of a server."""
 
-    def __init__(
-        self,
-        runner: PlacedPrograms,
-        sessions: Sessions,
-        server: ProgramEndpoint,
-        config: EnvironmentConfig,
-    ) -> None:
-        self._runner = runner
-        self._sessions = sessions
-        self._config = config
-        self._server = server
-        self._episodes: dict[int, _Episode] = {}
+    runner: PlacedPrograms
+    sessions: Sessions
+    server: ProgramEndpoint
+    config: EnvironmentConfig
+    episodes: dict[int, _Episode] = field(default_factory=dict)
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
         """Start a program and return its first request as the opening (see the protocol).
@@ -94,40 +88,40 @@ class ProgramEnvironment:
         """
         if log:
             raise _lost(response.id)
-        await self._server.start()
-        session = self._sessions.open(response)
+        await self.server.start()
+        session = self.sessions.open(response)
         data = {k: v for k, v in response.prompt.data.items() if k != INDEX_KEY}
         if response.prompt.messages is None:
             data.setdefault("prompt", response.prompt.text)
         else:
             data.setdefault("messages", [dict(m) for m in response.prompt.messages])
-        url, key = self._sessions.url(session), self._sessions.api_key
-        program = asyncio.ensure_future(self._runner.run(response.group, data, url, key))
+        url, key = self.sessions.url(session), self.sessions.api_key
+        program = asyncio.ensure_future(self.runner.run(response.group, data, url, key))
         episode = _Episode(session, program, monotonic(), response.id, {response.id})
-        self._episodes[episode_of(response.id)] = episode
+        self.episodes[episode_of(response.id)] = episode
         return await self._next(episode)
 
     async def step(self, response: Response) -> Observation:
         """Pass a turn to the program. Return its next request, or the end of the episode."""
-        episode = self._episodes.get(episode_of(response.id))
+        episode = self.episodes.get(episode_of(response.id))
         if episode is None:
             raise _lost(response.id)
         episode.sample = response.id
-        why = limit_of(response, episode.session.turns, episode.began, self._config)
+        why = limit_of(response, episode.session.turns, episode.began, self.config)
         episode.session.deliver(response, why)
         return await self._next(episode)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Drop samples, and stop the programs of episodes that have none left."""
         for rollout_id in rollout_ids:
-            if episode := self._episodes.get(episode_of(rollout_id)):
+            if episode := self.episodes.get(episode_of(rollout_id)):
                 episode.samples.discard(rollout_id)
                 if not episode.samples:
-                    del self._episodes[episode_of(rollout_id)]
+                    del self.episodes[episode_of(rollout_id)]
                     await self._stop(episode)
 
     async def _next(self, episode: _Episode) -> Observation:
-        limit = self._config.timeout_s
+        limit = self.config.timeout_s
         request = asyncio.ensure_future(episode.session.next())
         futures: tuple[asyncio.Future[Any], ...] = (episode.program, request)
         try:
@@ -174,11 +168,11 @@ class ProgramEnvironment:
         return session.end(episode.sample, ended_by=limit, record={"failure": why})
 
     def _forget(self, episode: _Episode) -> None:
-        self._sessions.close(episode.session)
-        self._episodes.pop(episode_of(episode.session.root), None)
+        self.sessions.close(episode.session)
+        self.episodes.pop(episode_of(episode.session.root), None)
 
     async def _stop(self, episode: _Episode) -> None:
-        self._sessions.close(episode.session)
+        self.sessions.close(episode.session)
         episode.program.cancel()
         await asyncio.gather(episode.program, return_exceptions=True)
 
