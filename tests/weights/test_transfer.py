@@ -442,7 +442,7 @@ class FakeNccl:
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         self._given = store, rank, size
-        assert os.environ[transfer._WithoutWatchdog.VARIABLE] == "1"
+        assert os.environ[transfer.BLOCKING] == "1"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._group: Any = torch.distributed.ProcessGroupGloo(*self._given, timedelta(seconds=9))
@@ -487,7 +487,7 @@ def test_nccl_is_asked_on_the_rank_s_own_device_and_fills_up_what_is_read_beside
     for values in synced(ways, sources(5.0, 64), [receiver_of(64), receiver_of(64)]):
         assert all(values[name].equal(tensor) for name, tensor in whole(5.0).items())
     assert sorted(FakeNccl.made, key=str) == [(rank, 5, CPU) for rank in range(5)]
-    assert transfer._WithoutWatchdog.VARIABLE not in os.environ
+    assert transfer.BLOCKING not in os.environ
     del store
 
 

@@ -49,6 +49,9 @@ CONNECTS = 5
 
 SHORTEST_S, LONGEST_S = 2e-4, 0.02  # pauses between polls
 
+BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+_MAKING = Lock()  # held while that variable is set
+
 
 class RankDevice(Protocol):
     """A rank's device: a GPU, or a CPU if its UUID is empty."""
@@ -326,7 +329,7 @@ class _TransferGroup:
         """Make an NCCL communicator. Raises RuntimeError if other members are late."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)
-        with _WITHOUT_WATCHDOG:
+        with _without_watchdog():
             group: Any = dist.ProcessGroupNCCL(store, self.route.rank, size, options)
         thread = Thread(target=_connect, args=(group, self._device), daemon=True)
         thread.start()  # in a thread, because it cannot be interrupted
@@ -413,30 +416,20 @@ class _IpcGroup(_TransferGroup):
             self._sources = self._nccl(_prefixed("sources", self._store), self.route.sources)
 
 
-class _WithoutWatchdog:
-    """Makes groups without NCCL's watchdog, which would end the process when a peer has gone or an
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make groups without NCCL's watchdog, which would end the process when a peer has gone or an
     operation is slow. Each wait here has its own deadline instead. Read when a group is made.
     """
-
-    VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._before = os.environ.get(self.VARIABLE)
-        os.environ[self.VARIABLE] = "1"
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is None:
-            del os.environ[self.VARIABLE]
-        else:
-            os.environ[self.VARIABLE] = self._before
-        self._lock.release()
-
-
-_WITHOUT_WATCHDOG = _WithoutWatchdog()
+    with _MAKING:
+        before = os.environ.get(BLOCKING)
+        os.environ[BLOCKING] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[BLOCKING]
+            if before is not None:
+                os.environ[BLOCKING] = before
 
 
 def _connect(group: Any, device: torch.device) -> None:
