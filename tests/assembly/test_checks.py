@@ -23,7 +23,7 @@ from helpers import llama
 from raising import raises
 from scorer_helpers import byte_rollout, reward_model, stream
 from stretto.assembly import roles
-from stretto.assembly.roles import RoleFactory, check_engine
+from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
@@ -297,30 +297,6 @@ def test_prompts_that_spell_control_tokens_are_remarked_on(
         assemble(tiny_folder, say=said.append, task=task)
         marked = [line for line in said if "spell control tokens (<bos>, <eos>)" in line]
         assert len(marked) == remarks
-
-
-@pytest.mark.parametrize(
-    ("able", "settings", "refused"),
-    [
-        ({"interruptible": False}, {"schedule": {"preset": "oppo"}}, "schedule.score_on"),
-        ({"interruptible": False}, {"schedule": {"overcommit": 2}}, "schedule.overcommit"),
-        ({"interruptible": False}, {"schedule": {"preset": "async"}}, ""),
-        ({"logprobs": "raw"}, {}, "algorithm.old_policy = 'proximal'"),
-        ({"logprobs": "raw"}, {"algorithm": {"old_policy": "proximal"}}, ""),
-    ],
-)
-def test_an_engine_that_cannot_do_what_the_schedule_asks_is_refused(
-    able: dict[str, Any], settings: dict[str, Any], refused: str
-) -> None:
-    can = replace(TorchEngine.capabilities, **able)
-    config = Config.model_validate(settings)
-    asked = can, config.schedule.knobs, config.rollout, config.algorithm
-    if not refused:
-        check_engine(*asked)
-        return
-    code = "engine-with-raw-logprobs" if "logprobs" in able else "engine-not-interruptible"
-    with raises(ConfigError, code, refused):
-        check_engine(*asked)
 
 
 @pytest.mark.parametrize(

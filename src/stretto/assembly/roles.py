@@ -23,11 +23,10 @@ from stretto.assembly.run_models import (
     made_ready,
 )
 from stretto.assembly.teachers import is_taught_by
-from stretto.config import AlgorithmConfig, Capabilities, Config, ModelConfig, RolloutConfig
-from stretto.config.knobs import Knobs
+from stretto.config import Config, ModelConfig
 from stretto.config.sections import RewardSource
 from stretto.config.training_config import token_budget
-from stretto.errors import ConfigError, EngineError, ModelError
+from stretto.errors import EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import backbone, positions, text_config, unwrapped
@@ -64,29 +63,6 @@ MEMORY_SHARE = 0.15
 """Share of the free memory for the KV cache of one scorer."""
 
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-
-
-def check_engine(
-    able: Capabilities, knobs: Knobs, rollout: RolloutConfig, algorithm: AlgorithmConfig
-) -> None:
-    """Raise ConfigError if the schedule or the algorithm needs more than the engine can do."""
-    early = [name for name in ("score_on", "overcommit") if knobs.on(name)]
-    early += ["migrate"] if knobs.migrates(rollout.engines) else []
-    if knobs.score_on == "rollout":
-        early.remove("score_on")  # needs only complete responses
-    if early and not able.interruptible:
-        raise ConfigError(
-            f"schedule.{early[0]} stops decoding in the midst of responses, which the engine "
-            "cannot; set schedule.preset = 'sync' or 'async'",
-            "engine-not-interruptible",
-        )
-    if able.logprobs == "raw" and algorithm.old_policy != "proximal":
-        raise ConfigError(
-            "the engine gives log-probabilities without rollout.temperature = "
-            f"{rollout.temperature}; set algorithm.old_policy = 'proximal', which takes the "
-            "learner's own",
-            "engine-with-raw-logprobs",
-        )
 
 
 def load_reward(
@@ -139,7 +115,6 @@ class RoleFactory:
         config, r = self.config, self.config.rollout
         kind = engine_of(r)
         able = kind.capabilities
-        check_engine(able, config.schedule.knobs, r, config.algorithm)
         device = pick_device(config.model.device)
         moves = config.schedule.knobs.migrates(r.engines)
         lags = config.schedule.knobs.lag

@@ -18,10 +18,7 @@ class Capabilities:
             by that. It then measures free memory when it starts. Otherwise it caches the tokens of
             its slots.
         moves_cache: can pass a rollout's KV cache to another engine of its kind.
-        interruptible: can stop after any token, and continue later.
         matches_learner: can compute log-probs equal to the learner's to the bit.
-        logprobs: ``sampled``: of the distribution that tokens are sampled from, with temperature
-            and truncation; ``raw``: of the model's own.
     """
 
     title: str  # in messages
@@ -35,9 +32,7 @@ class Capabilities:
     default_share: float = 0.0
     sleep_argument: str = ""  # lets it free memory between rounds
     moves_cache: bool = False
-    interruptible: bool = True
     matches_learner: bool = False
-    logprobs: Literal["sampled", "raw"] = "sampled"
 
     @property
     def sizes_cache(self) -> bool:
