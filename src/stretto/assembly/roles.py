@@ -26,7 +26,7 @@ from stretto.assembly.teachers import is_taught_by
 from stretto.config import Config, ModelConfig
 from stretto.config.sections import RewardSource
 from stretto.config.training_config import token_budget
-from stretto.errors import EngineError, ModelError
+from stretto.errors import ConfigError, EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import backbone, positions, text_config, unwrapped
