@@ -59,6 +59,7 @@ from stretto.rollout.base import StopStrings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.steps import GraphedDecode, ModelPass, StepInputs
+from stretto.runtime.role_services import GeneratorService
 from stretto.schedules.rollout import Rollout
 from stretto.training.trained import LearningRate, TrainedModel
 from stretto.types import FinishReason, Sampling, WeightsRef
@@ -1160,3 +1161,19 @@ def test_layers_are_restored_wherever_decoding_is_interrupted() -> None:
             break
     assert count > 3 * 4 * layers  # packed and restored, twice to be sure, in three calls
     assert [r.tokens for r in made] == [r.tokens for r in expected]
+
+
+def test_a_call_is_recorded_in_parts_of_growing_context() -> None:
+    """Two prompts of 3 and 5 tokens get 12 each. Each step reads the longer row twice."""
+    e = engine(llama())
+    e.admit(told(rollouts([[1, 2, 3], [4, 5, 6, 7, 8]])))
+    works = GeneratorService(e).decode(LIMIT, 0).work
+    names = ("steps", "tokens", "context", "prefilled")
+    assert [tuple(work.attributes[name] for name in names) for work in works] == [
+        (1, 2, 2 * 5, 2 + 4),
+        (3, 6, 2 * (6 + 7 + 8), 0),
+        (8, 16, 2 * sum(range(9, 17)), 0),
+    ]
+    assert {work.name for work in works} == {"gen"}
+    assert all(before.end_s == after.start_s for before, after in itertools.pairwise(works))
+    assert all(work.end_s > work.start_s for work in works)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ CPU = torch.device("cpu")
 
 PREFILLED = 256
 """Maximum tokens of the prompt that measures prefill speed."""
+
+MARK_RATIO = 4
+"""Ratio of the steps of a decode call at two marks."""
 
 
 _TURN = FinishReason.TURN
@@ -101,6 +104,13 @@ class EngineSettings:
         return (self.rollout.slots or self.rollout.batch) if self.rows is None else self.rows
 
 
+class Mark(NamedTuple):
+    """A moment of a decode call. Counts are the call's steps and the engine's totals."""
+
+    at_s: float
+    counts: Mapping[str, int]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """A rollout that an engine holds.
@@ -146,6 +156,8 @@ class Engine(ABC):
         longest: maximum tokens of prompt and response, or ``None`` for no limit.
         prefilled_tokens: total tokens read without sampling, except those found in a cache.
         context_tokens: total context read by decode steps.
+        sampled_tokens: total tokens sampled.
+        marks: the latest decode call's counts of work until its start, some steps and its end.
         speculated: counts if the engine proposes tokens: ``eligible`` rows (once per step),
             ``proposed`` tokens (with padding) and ``accepted`` ones.
     """
@@ -167,8 +179,9 @@ class Engine(ABC):
         self._held: dict[int, Any] = {}  # rows by rollout
         self._parked: dict[int, Any] = {}  # rows whose turn has ended, in that order
         self._done: list[Chunk] = []
-        self.version = self.prefilled_tokens = self.context_tokens = 0
+        self.version = self.prefilled_tokens = self.context_tokens = self.sampled_tokens = 0
         self.speculated: dict[str, int] = {}
+        self.marks: list[Mark] = []
 
     @property
     def rollout_ids(self) -> list[int]:
@@ -193,7 +206,9 @@ class Engine(ABC):
         An interrupted call leaves the model unchanged but the rollouts undefined: release them, and
         admit them again with the tokens that earlier calls have returned.
         """
+        self.marks = [self._mark(0)]
         steps = self._decode_steps(max_tokens, stop_after)
+        self.marks.append(self._mark(steps))
         chunks, self._done = self._done, []
         unfinished = sorted((r for r in self._held.values() if r.logprobs), key=lambda row: row.id)
         return Decoded([*chunks, *(self._chunk(row, None) for row in unfinished)], steps)
@@ -287,6 +302,23 @@ class Engine(ABC):
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
         """Take steps as :meth:`decode` describes. Return their number."""
 
+    def _mark_step(self, steps: int) -> None:
+        """Add a mark before a step of a call, after the first and then ever fewer."""
+        if steps >= max(1, MARK_RATIO * self.marks[-1].counts["steps"]):
+            self.marks.append(self._mark(steps))
+
+    def _mark(self, steps: int) -> Mark:
+        counts = {
+            "steps": steps,
+            "tokens": self.sampled_tokens,
+            "context": self.context_tokens,
+            "prefilled": self.prefilled_tokens,
+            **self.speculated,
+        }
+        if self.graphed_steps is not None:
+            counts["graphed"] = self.graphed_steps
+        return Mark(time.perf_counter(), counts)
+
     @abstractmethod
     def _drop(self) -> None:
         """Stop decoding rows that are no longer held."""
@@ -343,6 +375,7 @@ class Engine(ABC):
         """Add a token. If its turn ends, free or park the row and return its last chunk."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
+        self.sampled_tokens += 1
         if top_logprobs is not None:
             row.top_logprobs.append(top_logprobs)
         stop, turn = self.settings.stop, len(row.prompt) + row.turn_start

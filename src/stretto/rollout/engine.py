@@ -183,6 +183,7 @@ class TorchEngine(Engine):
                     self._slots.fill()
                     if not self._slots.rows:
                         break
+                    self._mark_step(steps)
                     self.prefilled_tokens += self._slots.prefill(self.version)
                     count = self._steps_unread(max_tokens - steps)
                     remaining = stop_after and stop_after - self._finished
@@ -310,6 +311,7 @@ class TorchEngine(Engine):
                 if lengths[slot] == length:
                     row.tokens += tokens[slot][: length - 1]
                     row.logprobs += logprobs[slot][: length - 1]
+                    self.sampled_tokens += length - 1
                     newest = tokens[slot][length - 1], logprobs[slot][length - 1]
                     if chunk := self._append(row, *newest):
                         last_chunks[row.id] = chunk

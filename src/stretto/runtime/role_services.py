@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from stretto.types import (
     Score,
     ScorerInfo,
     WeightsRef,
+    Work,
     short_name,
 )
 from stretto.weights.broadcast import WeightReceiver
@@ -118,17 +120,23 @@ class GeneratorService(FollowerService):
 
     @Remote("gen", task="decoding", alike=True, size=lambda max_tokens, stop_after: max_tokens)
     def decode(self, max_tokens: int, stop_after: int) -> Reply[Decoded]:
-        before = self._counts()
         with self._timed("gen") as timed:
             decoded = self.worker.decode(max_tokens, stop_after)
             timed.attributes = {
                 "rollouts": [c.rollout_id for c in decoded.chunks],
-                "tokens": sum(len(c.tokens) for c in decoded.chunks),
-                "steps": decoded.steps,
                 "version": self.worker.version,
-                **{name: count - before[name] for name, count in self._counts().items()},
             }
-        return Reply(decoded, timed.work)
+        (work,) = timed.work
+        return Reply(decoded, tuple(self._parts(work)))
+
+    def _parts(self, work: Work) -> Iterator[Work]:
+        """Split a call's work at the engine's marks, because their costs differ."""
+        start_s = work.start_s
+        for before, after in pairwise(self.worker.marks):
+            end_s = work.end_s if after is self.worker.marks[-1] else max(start_s, after.at_s)
+            counts = {name: count - before.counts[name] for name, count in after.counts.items()}
+            yield Work("gen", start_s, end_s, {**work.attributes, **counts})
+            start_s = end_s
 
     @Remote(light=True)
     def release(self, rollout_ids: Sequence[int]) -> Reply[None]:
@@ -185,17 +193,6 @@ class GeneratorService(FollowerService):
 
     def _probed(self) -> FloatArray | None:
         return None if self._probe is None else self.worker.logprobs(self._probe)
-
-    def _counts(self) -> dict[str, int]:
-        """Return counters of the engine. Spans report their increase."""
-        worker = self.worker
-        graphed = worker.graphed_steps
-        return {
-            "context": worker.context_tokens,
-            "prefilled": worker.prefilled_tokens,
-            **worker.speculated,
-            **({} if graphed is None else {"graphed": graphed}),
-        }
 
 
 class ScorerService(FollowerService):

@@ -163,6 +163,7 @@ class VllmEngine(Engine):
                 self._submit(row)
         steps = 0
         while self._held and steps < max_tokens and not 0 < stop_after <= self._finished:
+            self._mark_step(steps)
             steps += self._step()
         self._rest()
         return steps
