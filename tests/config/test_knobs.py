@@ -229,7 +229,10 @@ def test_auto_keeps_the_knobs_that_are_set_by_hand() -> None:
     }
     assert allowed(max_staleness=1, overcommit=4, score_on="batch") == {("batch", 4, 0)}
     assert {event for event, *_ in allowed(migrate="auto")} == {"batch", "rollout"}
-    assert {event for event, *_ in allowed(train_on="group")} == {"rollout", "chunk"}
+    on_groups = ScheduleConfig(preset="auto", train_on="group", max_staleness=1)
+    groups = {k for k in on_groups.round_knobs(8, 2) if k.train_on == "group"}
+    assert {(k.score_on, k.lag) for k in groups} == {("rollout", 0), ("chunk", 0)}
+    assert allowed(train_on="group", max_staleness=1) == allowed(max_staleness=1)
     for by_hand in ({"lag": 1}, {"overcommit": 1}, {"lag": 2, "max_staleness": 1}):
         with raises(ConfigError, "beyond-max-staleness"):
             recipes.build({"schedule": {"preset": "auto", **by_hand}}, "a test")
@@ -265,6 +268,11 @@ GRPO = {"algorithm": {"name": "grpo"}, "rollout": {"batch": 8, "samples_per_prom
         ({"schedule": {"train_on": "group"}}, "group-before-scores", ["schedule.score_on"]),
         ({"schedule": {"lag": 1}}, "group-with-lag", ["schedule.lag = 1"]),
         ({"schedule": {"preset": "async"}}, "group-with-lag", ["schedule.lag = 1"]),
+        (
+            {"schedule": {"preset": "auto", "max_staleness": 1, "lag": 1}},
+            "group-with-lag",
+            ["schedule.lag = 1"],
+        ),
         ({"schedule": {"weight_sync_interval": 2}}, "group-of-several-steps", ["= 2"]),
         ({"training": {"minibatches": 2}}, "group-among-minibatches", ["= 2"]),
         ({"algorithm": {"name": "ppo"}}, "group-needs-others", ["'ppo'"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def cluster(
     schedule: ScheduleConfig | None = None,
     episodes: SimEpisodes | None = None,
     steps: int = STEPS,
+    samples: int = 1,
 ) -> Cluster:
     """A generator, two scorers on a device, and a learner. ``score_s`` and ``train_s`` are seconds
     a token."""
@@ -52,6 +54,7 @@ def cluster(
         ),
         workload=Workload(
             batch=BATCH,
+            samples_per_prompt=samples,
             steps=steps,
             max_new_tokens=512,
             prompt_tokens=Uniform(low=50, high=150),
@@ -110,6 +113,20 @@ def test_after_twenty_steps_it_is_about_as_fast_as_the_best_fixed_knobs(
     assert rate(result, LATE) > 0.95 * best
     assert rate(result) > 0.97 * rate(plain)
     assert max(step["staleness/max"] for step in result.steps) <= bound
+
+
+def test_it_lets_the_learner_start_on_groups_if_permitted_and_faster() -> None:
+    schedule = ScheduleConfig(preset="auto", train_on="group")
+    workload: dict[str, Any] = {**WORKLOADS["slow learner"], "samples": 2}
+    result = simulate(cluster(**workload, schedule=schedule))
+    _, kept = result.decisions[-1]
+    assert re.search(r"keeps score on (rollout|chunk), .*, train on group", kept)
+    assert max(step["staleness/max"] for step in result.steps) == 0
+    groups = RoundKnobs("rollout", chunk_tokens=16, train_on="group")
+    best = rate(simulate(cluster(**workload, schedule=fixed(schedule, groups))), LATE)
+    assert rate(result, LATE) > 0.95 * best
+    batches = simulate(cluster(**workload, schedule=ScheduleConfig(preset="auto")))
+    assert rate(result, LATE) > 1.05 * rate(batches, LATE)
 
 
 def test_it_says_what_it_tries_and_measures() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +51,16 @@ class Scripted(Stateful):
 
 
 def schedule_of(world: World, values: Sequence[RoundKnobs], steps: int) -> Schedule:
-    limits = Settings(BATCH, 1, 100, steps, score_on="chunk", lag=MOST_LAG, max_carries=CARRIES)
+    limits = Settings(
+        BATCH,
+        1,
+        100,
+        steps,
+        score_on="chunk",
+        lag=MOST_LAG,
+        train_on="group",
+        max_carries=CARRIES,
+    )
     return Schedule(
         world.next_prompt,
         [FakeGenerator(world, f"gen{i}") for i in range(2)],
@@ -65,14 +76,23 @@ def schedule_of(world: World, values: Sequence[RoundKnobs], steps: int) -> Sched
 
 
 def taken(
-    lengths: Sequence[int], values: Sequence[RoundKnobs], *, shuffle: bool = False
+    lengths: Sequence[int],
+    values: Sequence[RoundKnobs],
+    *,
+    shuffle: bool = False,
+    world: World | None = None,
 ) -> list[Step]:
     async def main() -> list[Step]:
-        schedule = schedule_of(World(lengths), values, len(values))
+        schedule = schedule_of(world or World(lengths), values, len(values))
         async with schedule:
             return [await schedule.step() for _ in values]
 
     return run(main(), seed=1, shuffle=shuffle)
+
+
+def permitted(knobs: RoundKnobs) -> RoundKnobs:
+    on_groups = knobs.score_on != "batch" and not knobs.lag
+    return knobs if on_groups else replace(knobs, train_on="batch")
 
 
 KNOBS = st.builds(
@@ -81,7 +101,8 @@ KNOBS = st.builds(
     delta=st.sampled_from([0, 0, 1, 4]),
     lag=st.sampled_from([0, 0, 1]),
     chunk_tokens=st.sampled_from([1, 3, 100]),
-)
+    train_on=st.sampled_from(["batch", "group"]),
+).map(permitted)
 
 
 @settings(deadline=None, max_examples=150)
@@ -134,12 +155,30 @@ def test_a_change_of_lag_takes_effect_in_the_next_round(
     assert [min(step.batch[0].versions) for step in steps] == versions
 
 
+def test_the_learner_starts_on_groups_in_the_rounds_that_say_so() -> None:
+    """With a lag of 1, the fourth round begins before its knobs are known."""
+    on_groups = RoundKnobs("rollout", chunk_tokens=1, train_on="group")
+    late = RoundKnobs("rollout", lag=1)
+    world = World([3, 9, 5, 1])
+    steps = taken([], [RoundKnobs("rollout"), on_groups, late, on_groups, on_groups], world=world)
+    calls = re.findall(r"^\S+ (accumulate|train) \[(.*)\]$", "\n".join(world.log), re.M)
+    trained, early = [], list[str]()
+    for name, ids in calls:
+        early += ids.split(", ") if name == "accumulate" else []
+        if name == "train":
+            assert set(early) <= set(ids.split(", "))
+            trained.append(len(early))
+            early.clear()
+    assert len(steps) == len(trained) == 5
+    assert [count > 0 for count in trained] == [False, True, False, False, True]
+
+
 def test_a_resumed_schedule_continues_with_the_knobs_of_its_rounds() -> None:
     values = [
         RoundKnobs("chunk", delta=2, chunk_tokens=2),
         RoundKnobs("batch", delta=1, chunk_tokens=3),
         RoundKnobs("rollout", lag=1, chunk_tokens=3),
-        RoundKnobs("chunk", chunk_tokens=2),
+        RoundKnobs("chunk", chunk_tokens=2, train_on="group"),
         RoundKnobs("batch", delta=3, chunk_tokens=3),
         RoundKnobs("rollout", chunk_tokens=3),
     ]

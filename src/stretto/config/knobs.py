@@ -232,7 +232,7 @@ class Settings:
         environment_rewards: reward sources whose scores come from the environment.
         cut_by: limits of turns and seconds whose episodes count as cut, as by a token limit.
         most_overcommit: responses beyond the batch for which engines have room. ``None``: any.
-        score_on, lag: limits of a tuner, or the values without one.
+        score_on, lag, train_on: limits of a tuner, or the values without one.
     """
 
     batch: int
@@ -265,6 +265,7 @@ class RoundKnobs:
     delta: int = 0
     lag: int = 0
     chunk_tokens: int = 512
+    train_on: TrainOn = "batch"
 
 
 def _from_preset(knob: str) -> Any:
@@ -361,8 +362,6 @@ class ScheduleConfig(Section):
         limits = self.knobs
         by_hand = {name for name in KNOBS if getattr(self, name) != "preset"}
         events = [limits.score_on] if "score_on" in by_hand else get_args(ScoreOn)
-        if limits.on("train_on"):
-            events = [event for event in events if event != "batch"]
         largest = self.largest_overcommit(batch)
         deltas = {0, largest}
         if limits.overcommit == "auto":
@@ -374,10 +373,12 @@ class ScheduleConfig(Section):
         elif "overcommit" in by_hand:
             deltas = {largest}
         lags = [limits.lag] if "lag" in by_hand else range(limits.lag + 1)
-        for score_on, delta, lag in product(events, sorted(deltas), lags):
+        starts: list[TrainOn] = ["batch", "group"] if limits.on("train_on") else ["batch"]
+        for score_on, delta, lag, train_on in product(events, sorted(deltas), lags, starts):
             fresh = lag + (self.carries if delta else 0) <= self.max_staleness
-            if fresh and not (score_on == "chunk" and not limits.streams):
-                yield RoundKnobs(score_on, delta, lag)
+            on_groups = train_on == "group" and (lag or score_on == "batch")
+            if fresh and not on_groups and not (score_on == "chunk" and not limits.streams):
+                yield RoundKnobs(score_on, delta, lag, train_on=train_on)
 
     @property
     def asks_to_migrate(self) -> bool:
@@ -424,7 +425,8 @@ class ScheduleConfig(Section):
             "schedule.train_on = 'group' needs scores while other responses are decoded; set "
             "schedule.score_on = 'rollout' or 'chunk'"
         )
-        broken["group-with-lag"] = (on_groups and knobs.lag) and (
+        lags = knobs.lag and (self.preset != "auto" or self.lag != "preset")
+        broken["group-with-lag"] = (on_groups and lags) and (
             f"with schedule.lag = {knobs.lag} the learner trains on an earlier batch while "
             "responses are decoded; leave out schedule.train_on = 'group', or set schedule.lag = 0"
         )

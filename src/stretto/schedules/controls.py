@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Protocol, get_args
 
-from stretto.config.knobs import RoundKnobs, ScoreOn, Settings
+from stretto.config.knobs import RoundKnobs, ScoreOn, Settings, TrainOn
 from stretto.errors import ConfigError
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Controller, Feedback
@@ -35,7 +35,7 @@ class Tuner(Controller, Protocol):
 class Controls:
     """Settings and controllers of one schedule. Only the controllers' state changes in a run.
 
-    A tuner replaces ``chunk`` and ``overcommit``, and two settings of its schedule.
+    A tuner replaces ``chunk`` and ``overcommit``, and three settings of its schedule.
     """
 
     settings: Settings
@@ -48,6 +48,10 @@ class Controls:
     @property
     def score_on(self) -> ScoreOn:
         return self.tuner.knobs.score_on if self.tuner else self.settings.score_on
+
+    @property
+    def train_on(self) -> TrainOn:
+        return self.tuner.knobs.train_on if self.tuner else self.settings.train_on
 
     @property
     def lag(self) -> int:

@@ -22,7 +22,7 @@ class Accumulation:
     """
 
     def __init__(self, settings: Settings, buffer: Buffer, scoring: Scoring) -> None:
-        self.on = settings.train_on == "group"
+        self.on = settings.train_on == "group"  # in the current round
         self.running = False  # whether the learner works on groups
         self._weights = settings.reward_weights
         self._buffer = buffer

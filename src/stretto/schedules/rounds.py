@@ -64,7 +64,7 @@ class Rounds(Ledger):
         self._gathered: set[int] = set()  # chosen rollouts whose scores are under way
         self.accumulation = Accumulation(self._settings, self.buffer, scoring)
         self._changed = context.changed
-        if self._skips or self.accumulation.on:
+        if self._skips or self._settings.train_on == "group":
             scoring.on_scored = self._scored
 
     @property
@@ -110,6 +110,7 @@ class Rounds(Ledger):
         self.begun, self.is_open = self.begun + 1, True
         self.metrics = {"schedule/overcommit": float(delta), **self._controls.metrics}
         self.score_on = self._controls.score_on
+        self.accumulation.on = self._controls.train_on == "group"
         self._scoring.begin_round(self.score_on, (r for r in self.buffer if r.finish))
         self._gathered = set()
         if self._skips:

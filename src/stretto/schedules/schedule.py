@@ -210,7 +210,7 @@ class Schedule:
             self._changed.set()
 
     def _to_accumulate(self) -> list[Rollout]:
-        if self.updating or self._ready:
+        if self.updating or self._ready or not self._accumulation.on:
             return []
         return self._accumulation.ready(self._generated[0] if self._generated else ())
 
@@ -303,7 +303,7 @@ class Schedule:
         self._rounds.ask_again(self._generated)
         scorers = (queue.run for queue in self._scoring.queues)
         loops = [self._generate, self._gather, *scorers, *self._pool.keepers()]
-        if self._accumulation.on:
+        if self._settings.train_on == "group":
             loops.append(self._accumulate)
         self._loops = [self._waits.begin(loop, self._work) for loop in loops]
         return self
@@ -379,5 +379,6 @@ class Schedule:
             if state.get(name):
                 controller.load_state_dict(state[name])
         self._lag = self._controls.lag
+        self._accumulation.on = self._controls.train_on == "group"
         rounds.score_on = state.get("score_on", self._settings.score_on)
         self._scoring.begin_round(rounds.score_on, ())

@@ -45,7 +45,7 @@ SHARE, FIRST_S = 0.01, 0.5  # of the run's time, and seconds at first, that simu
 STEP_S, RESPONSE_S = 0.0015, 0.00012  # assumed seconds to simulate a step, and each response of it
 SEARCHED = 16  # knobs that a search simulates, about
 WARM = 4  # simulated rounds before a measurement if work is carried from round to round
-FIELDS = (("lag", "delta"), ("score_on", "chunk_tokens"))
+FIELDS = (("lag", "delta", "train_on"), ("score_on", "chunk_tokens", "train_on"))
 """Knobs that the search changes together, one group at a time."""
 
 
@@ -257,12 +257,7 @@ class AutoTuner(Stateful):
             sizes = () if plain else self._chunks(lengths[-1])
             for tokens in dict.fromkeys([best.chunk_tokens, *sizes]):
                 knobs = replace(choice, chunk_tokens=tokens)
-                same = all(
-                    getattr(knobs, name) == getattr(best, name)
-                    for group in FIELDS
-                    for name in group
-                    if group != fields
-                )
+                same = replace(knobs, **{name: getattr(best, name) for name in fields}) == best
                 until, _ = self._rejections.get(repr(knobs), (0, 0))
                 if same and knobs != best and self._round >= until:
                     yield knobs
@@ -329,7 +324,7 @@ def fixed(schedule: ScheduleConfig, knobs: RoundKnobs) -> ScheduleConfig:
             "chunk_tokens": knobs.chunk_tokens,
             "migrate": limits.migrate,
             "hold": limits.hold,
-            "train_on": limits.train_on,
+            "train_on": knobs.train_on,
             "max_carries": schedule.carries,
         }
     )
@@ -349,4 +344,5 @@ def speed(rounds: Sequence[tuple[float, float, int]]) -> float:
 
 def text(knobs: RoundKnobs) -> str:
     values = f"overcommit {knobs.delta}, lag {knobs.lag}, chunk tokens {knobs.chunk_tokens}"
-    return f"score on {knobs.score_on}, {values}"
+    groups = ", train on group" if knobs.train_on == "group" else ""
+    return f"score on {knobs.score_on}, {values}{groups}"
