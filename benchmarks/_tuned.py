@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -11,9 +11,10 @@ from stretto.config.knobs import RoundKnobs
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Distribution, Drifting, Lognormal, Uniform
-from stretto.runtime.sim.simulate import SimResult, simulate
+from stretto.runtime.sim.simulate import simulate
 from stretto.runtime.sim.tuning import fixed
 from stretto.runtime.sim.turns import AnswerLatency, SimEpisodes
+from stretto.types import Stats
 
 BATCH, STEPS, LATE = 32, 80, 20
 CHUNKS = (16, 64, 256)
@@ -76,11 +77,10 @@ def cluster(
     )
 
 
-def rate(result: SimResult, first: int = 0) -> float:
+def rate(steps: Sequence[Mapping[str, float]], first: int = 0) -> float:
     """Tokens trained on a second, from a step on."""
-    steps = result.steps[first:]
-    seconds = sum(step["timing_s/step"] for step in steps)
-    return sum(step["perf/throughput"] * step["timing_s/step"] for step in steps) / seconds
+    seconds = sum(step["timing_s/step"] for step in steps[first:])
+    return sum(step["perf/throughput"] * step["timing_s/step"] for step in steps[first:]) / seconds
 
 
 def table(bounds: tuple[int, ...], *, smoke: bool = False) -> None:
@@ -99,9 +99,10 @@ def table(bounds: tuple[int, ...], *, smoke: bool = False) -> None:
             choices = list(auto.round_knobs(BATCH, 1))[: 1 if smoke else None]
             grid = [replace(k, chunk_tokens=chunk) for k, chunk in product(choices, CHUNKS)]
             best = max(rate(run_fixed(described, auto, knobs), late) for knobs in grid)
-            late_ratio, ratio = rate(tuned, late) / rate(plain, late), rate(tuned) / rate(plain)
+            late_ratio = rate(tuned.steps, late) / rate(plain.steps, late)
+            ratio = rate(tuned.steps) / rate(plain.steps)
             print(
-                f"| {bound} | {name} | {best / rate(plain, late):.2f} | {late_ratio:.2f} "
+                f"| {bound} | {name} | {best / rate(plain.steps, late):.2f} | {late_ratio:.2f} "
                 f"| {ratio:.2f} |",
                 flush=True,
             )
@@ -111,5 +112,5 @@ def table(bounds: tuple[int, ...], *, smoke: bool = False) -> None:
     print("\n" + "\n".join(decisions))
 
 
-def run_fixed(described: Cluster, auto: ScheduleConfig, knobs: RoundKnobs) -> SimResult:
-    return simulate(described.model_copy(update={"schedule": fixed(auto, knobs)}))
+def run_fixed(described: Cluster, auto: ScheduleConfig, knobs: RoundKnobs) -> Sequence[Stats]:
+    return simulate(described.model_copy(update={"schedule": fixed(auto, knobs)})).steps

@@ -4,6 +4,7 @@ runs of other schedules, predicted from those of 'sync'.
 python benchmarks/simulated.py --replay RUN ...
 python benchmarks/simulated.py --across --out runs/across     # --groups: with GRPO
 python benchmarks/simulated.py --auto     # the preset 'auto' and fixed knobs, in virtual time
+python benchmarks/simulated.py --measured --steps 36 --seeds 0 1 2     # the same in real runs
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,6 +32,10 @@ from stretto.runtime.sim.simulate import simulate
 REFERENCE, AGAIN = "sync", "sync again"
 UNLEARNED = {"training__lr": 1e-12, "training__critic_lr": 1e-12}
 """So that all schedules decode the same responses: policies that learn differ in their lengths."""
+SMALL = {"warmup_examples": 0, "rollout__batch": 4}
+"""For "--smoke"."""
+TUNED = ("score_on", "overcommit", "lag", "chunk_tokens", "predicted", "measured")
+"""Metrics of 'auto' for each step."""
 COMPARING = {"algorithm__name": "grpo", "rollout__samples_per_prompt": 4}
 """Settings of an algorithm that compares the responses to a prompt."""
 
@@ -53,6 +58,16 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
 """Variants of GRPO, with the knobs of 2026."""
 
 
+MEASURED: Mapping[str, Mapping[str, Any]] = {
+    REFERENCE: SCHEDULES[REFERENCE],
+    "auto, 0": {"schedule__preset": "auto"},
+    "auto, 1": {"schedule__preset": "auto", "schedule__max_staleness": 1},
+    "async": SCHEDULES["async"],
+    "oppo-no-intra": SCHEDULES["oppo-no-intra"],
+}
+"""'auto' with its bounds on data age, and fixed knobs for the second one."""
+
+
 class Pair(NamedTuple):
     """A schedule's seconds a step, measured and predicted from the run of ``sync``."""
 
@@ -67,6 +82,7 @@ def main() -> None:
     parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN", default=[])
     parser.add_argument("--across", action="store_true", help="predict schedules from 'sync'")
     parser.add_argument("--auto", action="store_true", help="the preset 'auto' in virtual time")
+    parser.add_argument("--measured", action="store_true", help="the preset 'auto' in real runs")
     parser.add_argument("--groups", action="store_true", help="likewise, the knobs for groups")
     parser.add_argument("--learning", action="store_true", help="train at the recipe's rate")
     parser.add_argument(
@@ -83,21 +99,24 @@ def main() -> None:
         return
     if args.auto or args.smoke:
         _tuned.table((0, 1), smoke=args.smoke)
-    if not (args.across or args.groups or args.smoke):
+    if not (args.across or args.groups or args.measured or args.smoke):
         if not args.auto:
-            parser.error("give --replay, --across, --groups or --auto")
+            parser.error("give --replay, --across, --groups, --auto or --measured")
         return
     with tempfile.TemporaryDirectory() as scratch:
         if args.smoke:
             args.out = Path(scratch)
             replay([recorded(args.out)])
-        across(args)
+        if args.measured or args.smoke:
+            measured_auto(args)
+        if not args.measured:
+            across(args)
 
 
 def recorded(out: Path) -> Path:
     """The folder of a short run, for ``--smoke``."""
     config = changed(config_of("tiny"), {"steps": WARM_STEPS + LEAST_STEPS, "out": str(out)})
-    return trained(config, {"warmup_examples": 0, "rollout__batch": 4}, "smoke", None)
+    return trained(config, SMALL, "smoke", None)
 
 
 def trained(config: Config, changes: Mapping[str, Any], name: str, warm: Path | None) -> Path:
@@ -108,13 +127,47 @@ def trained(config: Config, changes: Mapping[str, Any], name: str, warm: Path | 
     return run.run_dir.path
 
 
+def measured_auto(args: argparse.Namespace) -> None:
+    """Speeds of the schedules relative to 'sync', in turn, and the knobs that 'auto' chose."""
+    late = min(_tuned.LATE, args.steps - 2)
+    print(f"| recipe | seed | {' | '.join(MEASURED)} |\n|---|---{'|---' * len(MEASURED)}|")
+    chosen: list[str] = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    for recipe, seed in product(args.recipes, args.seeds):
+        changes = {**UNLEARNED, "steps": args.steps, "seed": seed, "out": str(args.out)}
+        config = changed(config_of(recipe), changes | (SMALL if args.smoke else {}))
+        warm = args.out / f"{recipe}-{seed}.safetensors"
+        cells: list[str] = []
+        plain: list[float] = []
+        for name, variant in MEASURED.items():
+            folder = trained(config, variant, f"measured-{recipe}-{seed}-{name}", warm)
+            steps = [m for m in RunDirectory.open(folder).read_metrics() if m["step"]]
+            speeds = [_tuned.rate(steps), _tuned.rate(steps, late)]
+            plain = plain or speeds
+            cells.append(" / ".join(f"{a / b:.2f}" for a, b in zip(speeds, plain, strict=True)))
+            chosen += [f"{recipe}, {seed}, {name}, {line}" for line in choices(steps)]
+        print(f"| {recipe} | {seed} | {' | '.join(cells)} |", flush=True)
+    print(f"\nwhole run / from step {late + 1}; load {os.getloadavg()}\n", *chosen, sep="\n")
+
+
+def choices(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """The knobs of a run with a tuner, at the steps at which they changed."""
+    before: list[float] = []
+    for step in steps:
+        values = [step.get(f"schedule/{name}", 0.0) for name in TUNED]
+        if values != before and "schedule/lag" in step:
+            before = values
+            pairs = zip(TUNED, values, strict=True)
+            yield f"step {step['step']:.0f}: " + ", ".join(f"{k} {v:g}" for k, v in pairs)
+
+
 def across(args: argparse.Namespace) -> None:
     """Every schedule, measured, and predicted from the run of ``sync`` beside it."""
     variants = GROUPS if args.groups else SCHEDULES
     common = {"steps": args.steps, **(COMPARING if args.groups else {})}
     common |= {} if args.learning else UNLEARNED
     if args.smoke:
-        common |= {"warmup_examples": 0, "rollout__batch": 4}
+        common |= SMALL
         variants = {name: variants[name] for name in (REFERENCE, "oppo")}
     print("| recipe | runtime | seed | schedule | s a step | predicted | ratio | x sync | reward |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
