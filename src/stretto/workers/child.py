@@ -191,26 +191,27 @@ class Child:
             take(error)
 
     def _take(self, process: Process, line: bytes) -> None:
-        expected, trouble = {"request": self._request, "pid": process.pid}, ""
-        try:
-            message = json.loads(line)
-            sender = {key: message.pop(key) for key in expected}
-            number = sender["request"]
-            if sender["pid"] != process.pid or not (number in self._waiting or number == 0):
-                trouble = f"{expected} was to answer, and {sender} did"
-        except (ValueError, TypeError, LookupError, AttributeError):
-            trouble = f"its pipe had no answer, but {line[:200]!r}"
-        if trouble:
-            self._end(MismatchError(trouble), lost=process)
-            return
-        with self._lock:
+        take, trouble = None, ""
+        with self._lock:  # because a request may be answered before _send has returned
             if process is not self._process:
                 return
             self._heard_s = time.monotonic()
-            take = self._waiting.get(number)
-            if "at" not in message:
-                self._waiting.pop(number, None)
-        if take is not None:
+            try:
+                message = json.loads(line)
+                number, pid = message.pop("request"), message.pop("pid")
+                take = self._waiting.get(number)
+                if pid != process.pid or not (take or number == 0):
+                    trouble = (
+                        f"request {self._request} of process {process.pid} was to be answered, and "
+                        f"{number} of {pid} was"
+                    )
+                elif "at" not in message:
+                    self._waiting.pop(number, None)
+            except (ValueError, TypeError, LookupError, AttributeError):
+                trouble = f"its pipe had no answer, but {line[:200]!r}"
+        if trouble:
+            self._end(MismatchError(trouble), lost=process)
+        elif take is not None:
             take(message)
 
 
