@@ -109,7 +109,7 @@ def test_a_learner_tells_of_a_full_disk(tmp_path: Path) -> None:
 
 
 def learner_service(state: dict[str, Any], channel: SharedChannel | None = None) -> LearnerService:
-    model = {"masters": state, "moments": {}, "optimizer": {}, "schedule": {}}
+    model = {"masters": state, "moments": {}, "schedule": {}}
     actor = SimpleNamespace(pieces=lambda tensors: tensors)
     learner: Any = SimpleNamespace(
         state_dict=lambda: {"models": {"actor": model}}, trained={"actor": actor}

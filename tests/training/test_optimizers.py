@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -122,10 +123,43 @@ def test_weight_decay_leaves_norms_and_biases_alone() -> None:
     for name, p in small.named_parameters():
         factor = 0.9 if name == "up.weight" else 1.0
         torch.testing.assert_close(p.detach(), factor * start[name], msg=name)
-    # A checkpoint of before has the decay in the optimizer's settings, where it would count twice.
-    saved["optimizer"]["weight_decay"] = 0.2
     saved["masters"] = start
     model.load_state_dict(saved)
     (0.0 * small(torch.ones(1, 2)).sum()).backward()
     model.update()
     torch.testing.assert_close(small.up.weight.detach(), 0.9 * start["up.weight"])
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+def test_a_state_is_continued_with_other_settings(kind: str) -> None:
+    """Equal to torch's AdamW whose settings change after three updates, without a copy between."""
+    before = TrainingConfig.model_validate({"lr_schedule": kind, "grad_clip": 0})
+    after = before.model_copy(update={"betas": (0.5, 0.6)})
+    linears = [nn.Linear(64, 128, bias=False) for _ in range(3)]
+    for linear in linears[1:]:
+        linear.load_state_dict(linears[0].state_dict())
+    first = TrainedModel(linears[0], LearningRate(1e-2, 10, warmup=2), before)
+    steps(linears[0], first, 0, 3)
+    second = TrainedModel(linears[1], LearningRate(5e-2, 10, warmup=2), after)
+    second.load_state_dict(first.state_dict())
+    steps(linears[1], second, 3, 6)
+
+    plain = torch.optim.AdamW(
+        linears[2].parameters(), 1e-2, betas=before.betas, weight_decay=0.0, fused=True
+    )
+    (group,) = plain.param_groups
+    for step in range(6):
+        if step == 3:
+            group["betas"] = after.betas
+        peak = 1e-2 if step < 3 else 5e-2
+        progress = (step - 2) / 8
+        cosine = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1.0
+        group["lr"] = peak * (step / 2 if step < 2 else cosine)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+        linears[2](x).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+    assert linears[1].weight.equal(linears[2].weight)
+    assert second.lr == pytest.approx(
+        5e-2 * (1 + math.cos(math.pi / 2)) / 2 if kind == "cosine" else 5e-2
+    )

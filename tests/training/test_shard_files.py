@@ -76,7 +76,6 @@ def written(folder: Path, whole: torch.Tensor = WHOLE) -> Path:
         own = {
             "masters": {"w": master},
             "moments": {"w": moments},
-            "optimizer": {"lr": 0.1},
             "schedule": {"last_epoch": 7},
         }
         state = {"models": {"actor": own}, "version": 3}
@@ -102,7 +101,6 @@ def test_names_and_metadata_say_what_a_file_has(tmp_path: Path) -> None:
                 "actor": {
                     "names": ["w"],
                     "steps": {"w": 7.0},
-                    "groups": [{"lr": 0.1}],
                     "schedule": {"last_epoch": 7},
                 }
             },
@@ -183,7 +181,7 @@ def test_files_of_different_writings_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         for rank, ((a, b), (c, d)) in enumerate(boxes):
             piece = TensorShard(WHOLE[a:b, c:d], (3, 4), ((a, b), (c, d)))
-            own = {"masters": {"w": piece}, "moments": {}, "optimizer": {}, "schedule": {}}
+            own = {"masters": {"w": piece}, "moments": {}, "schedule": {}}
             write(tmp_path / folder / file_name(rank, 4), packed({"models": {"m": own}}, rank, 4))
     (tmp_path / "b" / file_name(0, 4)).replace(tmp_path / "a" / file_name(0, 4))
     with raises(StateError, "missing-pieces", 8, "m/masters/w", (3, 4)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +52,11 @@ class AdaptiveKL(Stateful):
         self.coef = coef
         self._target = target
         self._horizon = horizon
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore an adapted beta. A fixed one is that of the settings."""
+        if self._target:
+            super().load_state_dict(state)
 
     def update(self, kl: float, n: int) -> None:
         """Update beta after ``n`` responses with a mean KL of ``kl`` nats per response."""

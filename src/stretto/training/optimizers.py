@@ -55,12 +55,8 @@ def decaying_names(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-def optimizer_state(
-    optimizer: Any, names: Sequence[str]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return AdamW's moments and steps, by name of the parameter, and the settings. Tensors may
-    share memory.
-    """
+def optimizer_state(optimizer: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return AdamW's moments and steps, by name of the parameter. Tensors may share memory."""
     (group,) = optimizer.param_groups
     moments = {}
     for name, parameter in zip(names, group["params"], strict=True):
@@ -69,23 +65,20 @@ def optimizer_state(
             if not isinstance(optimizer, torch.optim.AdamW):
                 moments[name] = {key: _unpacked(entry, end) for key, end in MOMENTS.items()}
                 moments[name]["step"] = float(entry["step"])
-    return moments, {key: value for key, value in group.items() if key != "params"}
+    return moments
 
 
 @torch.no_grad()
-def load_optimizer_state(
-    optimizer: Any, names: Sequence[str], moments: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    """Restore a state of :func:`optimizer_state`, even one of another kind of optimizer."""
+def load_optimizer_state(optimizer: Any, names: Sequence[str], moments: Mapping[str, Any]) -> None:
+    """Restore a state of :func:`optimizer_state`, even one of another kind of optimizer. The
+    optimizer keeps its own settings, because those of a run may change.
+    """
     (group,) = optimizer.param_groups
     numbers = {i: moments[name] for i, name in enumerate(names) if name in moments}
     if isinstance(optimizer, torch.optim.AdamW):
-        saved_group = {**settings, "params": list(range(len(names)))}
-        optimizer.load_state_dict({"state": numbers, "param_groups": [saved_group]})
-        optimizer.param_groups[0]["weight_decay"] = 0.0  # older checkpoints have the setting here
+        settings = {**group, "params": list(range(len(names)))}
+        optimizer.load_state_dict({"state": numbers, "param_groups": [settings]})
         return
-    exempt = {"params", "weight_decay"}
-    group.update({k: v for k, v in settings.items() if k in group and k not in exempt})
     for i, entries in numbers.items():
         parameter = group["params"][i]
         optimizer.init_state(group, parameter, 0, i)

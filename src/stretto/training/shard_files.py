@@ -71,7 +71,6 @@ def packed(
         models[model] = {
             "names": [*masters],
             "steps": {name: float(entry[STEP]) for name, entry in moments.items()},
-            "groups": [model_state["optimizer"]],
             "schedule": model_state["schedule"],
         }
     for (model, version), entry in published.items():
@@ -208,6 +207,5 @@ def _unpacked(
     return {
         "masters": {name: tensors[f"{model}/{_MASTERS}/{name}"] for name in names},
         "moments": moments,
-        "optimizer": about["groups"][0],
         "schedule": about["schedule"],
     }

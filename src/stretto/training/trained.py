@@ -419,12 +419,11 @@ class TrainedModel(WholeModel):
         """
         named_masters = zip(self._names, self._masters, strict=True)
         own_names = [name for name, _ in self._own_masters()]
-        moments, settings = optimizer_state(self._optimizer, own_names)
+        moments = optimizer_state(self._optimizer, own_names)
         return {
             "masters": {name: self._for_files(name, m.detach()) for name, m in named_masters},
             "moments": _converted(moments, self._for_files),
-            "optimizer": settings,
-            "schedule": self._schedule.state_dict(),
+            "schedule": {"last_epoch": self._schedule.last_epoch},
         }
 
     @torch.no_grad()
@@ -435,8 +434,9 @@ class TrainedModel(WholeModel):
             master.copy_(self._from_files(name, state["masters"][name]))
         own_moments = {name: saved[name] for name in masters if name in saved}
         moments = _converted(own_moments, self._from_files)
-        load_optimizer_state(self._optimizer, [*masters], moments, state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
+        load_optimizer_state(self._optimizer, [*masters], moments)
+        self._schedule.last_epoch = state["schedule"]["last_epoch"] - 1
+        self.skip()  # sets the learning rate of these settings
         self._copy_back()
 
     def _for_files(self, name: str, tensor: Tensor) -> Tensor | TensorShard:
