@@ -22,7 +22,6 @@ from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.card import write_card
 from stretto.observe.display import TIME_LEFT
-from stretto.observe.flight import FlightRecorder, flight_head
 from stretto.observe.recorder import extra_by_source, extra_means, scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.observe.spans import DRIVER_CPU, Span
@@ -41,7 +40,8 @@ from stretto.tasks.prompts import PromptSource
 from stretto.tasks.task import SHA256
 from stretto.types import Stats
 from stretto.workers.drive import drive
-from stretto.workers.gate import EventGate, Script
+from stretto.workers.flight import FlightRecorder, FlightScript, flight_head
+from stretto.workers.gate import EventGate
 
 OnStep = Callable[[int, Stats], Literal["stop", "save"] | None]
 """Called after each step with its number and metrics. Returns ``"stop"``, ``"save"`` or None."""
@@ -61,7 +61,7 @@ def train(
     progress: Progress,
     overrides: Overrides = NO_OVERRIDES,
     on_step: OnStep | None = None,
-    script: Script | None = None,
+    script: FlightScript | None = None,
 ) -> TrainResult:
     """Train a model and save it, also if the run is stopped after a step.
 
@@ -92,7 +92,9 @@ def train(
             warmup=overrides.warmup or run_dir.warmup.absolute(),
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        gate = EventGate(_tape(config, run_dir, first, overrides), script)
+        flight_file = run_dir.flight_file if config.observe.flight else None
+        flight = FlightRecorder(flight_file, flight_head(config, first, overrides.objects))
+        gate = EventGate(flight, script)
         running = start(config, stack, progress, overrides, run_dir.path, gate, LiveRecording)
         if overrides.warmup and overrides.warmup.exists():
             files.link(overrides.warmup, run_dir.warmup)  # for a resumed run
@@ -124,14 +126,6 @@ def train(
                 f"{config.task.max_prompt_tokens} and left out"
             )
     return TrainResult(loop.done, loop.stats, run_dir.path, loop.stopped)
-
-
-def _tape(
-    config: Config, run_dir: RunDirectory, first: int, overrides: Overrides
-) -> FlightRecorder | None:
-    if not config.observe.flight:
-        return None
-    return FlightRecorder(run_dir.flight_file, flight_head(config, first, overrides.objects))
 
 
 @contextmanager
@@ -343,7 +337,7 @@ class _TrainingLoop:
         request = self.on_step(self.done, self.stats)
         self.save_asked = request == "save"
         if self.save_asked:
-            self.running.gate.tape.saves(self.done)
+            self.running.gate.recorder.saves(self.done)
         if self.done < self.config.steps:
             early_stop = self.evaluator.exhausted if self.evaluator and eval_metrics else ""
             self.stopped = "on_step returned 'stop'" if request == "stop" else early_stop

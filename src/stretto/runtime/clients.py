@@ -38,7 +38,8 @@ from stretto.types import (
     short_name,
 )
 from stretto.weights.transfer import Meeting, Route, choose_wires
-from stretto.workers.gate import AnswerCodec, EventGate
+from stretto.workers.flight import AnswerCodec
+from stretto.workers.gate import EventGate
 from stretto.workers.services import remote_of
 from stretto.workers.threads import Executor, Method, T, Ts
 

@@ -124,7 +124,7 @@ class Run:
         state = self.driver_state()
         staging = partial(self._on_learner, LearnerService.stage, copy, state.kept)
         live, size = await self.gate.outcome(LEARNER, "stage", staging)
-        self.gate.tape.flush()
+        self.gate.recorder.flush()
         return self._staged(state, size, live=live)
 
     def driver_state(self) -> DriverState:
@@ -229,6 +229,7 @@ def start(
     its roles' calls pass ``gate``. ``costs_of`` is needed to train with the preset ``auto``.
     """
     prepare_torch(config.seed, config.threads)
+    gate = gate or EventGate()
     prompts = open_prompts(config, overrides, say)
     with working(say, "starting the reward functions"):
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
@@ -242,14 +243,13 @@ def start(
     if config.runtime_kind.has_processes:
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
     else:
-        workers = ThreadWorkers(config, overrides, stack, say, prompts)
+        workers = ThreadWorkers(config, overrides, stack, say, prompts, gate)
     executors = workers.executors
     spans = Spans(RealClock(), workers.devices, workers.processes)
     meeting = _open_meeting(config, workers.meeting, stack)
     sync = _open_sync(config, workers, meeting, spans, stack, say)
     kv_router = KVRouter(meeting) if meeting else None
     names = generator_names(config.rollout.engines)
-    gate = gate or EventGate()
     links = _Links(spans, gate)
     generators = [_generator(name, executors[name], sync, kv_router, links) for name in names]
     replicas = [_function(f, workers, config, say, links) for f in functions if f not in judges]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ from stretto.runtime.role_services import GeneratorService, ScorerService
 from stretto.saying import Say, working
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel
+from stretto.workers.gate import EventGate
 from stretto.workers.group import RankGroup
 from stretto.workers.threads import ThreadExecutor, WorkerThread
 
@@ -58,6 +60,7 @@ class ThreadWorkers:
         stack: ExitStack,
         say: Say,
         prompts: PromptSource,
+        gate: EventGate,
     ) -> None:
         self._config, self._opened = config, list[WorkerThread]()
         self.executors: dict[str, ThreadExecutor] = {}
@@ -107,7 +110,7 @@ class ThreadWorkers:
             )
         refs = learner.offer() if knobs.copies_weights else {}
         dtype = learner.trained["actor"].dtype
-        self.thread_scaling = self._scaling(actor)
+        self.thread_scaling = gate.fact("thread_scaling", partial(self._scaling, actor))
         self.ready = Ready(refs, "", (), dtype)
         training = LearnerService(learner, channel, prompts, self.ready)
         self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])

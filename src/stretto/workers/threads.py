@@ -17,7 +17,7 @@ from stretto.models.cpu_threads import interrupt, set_threads
 from stretto.models.devices import RoleStream
 from stretto.types import Reply
 from stretto.workers.drive import in_caller
-from stretto.workers.gate import RoleCall, current_call
+from stretto.workers.flight import RoleCall, current_call
 from stretto.workers.rank import Facts
 
 T = TypeVar("T")
