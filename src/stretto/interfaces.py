@@ -202,7 +202,8 @@ def advice(name: str, parameters: Collection[str], otherwise: str = "") -> str:
 
 
 def option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    """Return a parameter's option. A keyword of Python ends with an underscore: ``from_``."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def _literal(value: str, *, toml: bool = False) -> str:

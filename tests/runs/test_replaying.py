@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 
 import stretto
 from raising import raises
-from run_helpers import Kill, Killer, killed_by_ctrl_c, run, settings, weights, write_rows
+from run_helpers import (
+    Kill,
+    Killer,
+    assert_same_run,
+    killed_by_ctrl_c,
+    run,
+    settings,
+    weights,
+    write_rows,
+)
 from stretto import runs
 from stretto.cli.main import main
 from stretto.config import Config, recipes
@@ -24,10 +34,10 @@ from stretto.errors import (
 )
 from stretto.observe import RunDirectory
 from stretto.observe.display import Progress
-from stretto.observe.flight import Segment, read_flight
 from stretto.runs import replaying
 from stretto.training.learner import PolicyLearner
-from stretto.types import WeightsRef
+from stretto.types import TrainBatch, TrainStepOutput, WeightsRef
+from stretto.workers.flight import Segment, _restored, read_flight
 from template_helpers import chatty
 
 UNEVEN: dict[str, Any] = {"batch": 4, "max_new_tokens": 24, "stop": tuple(ascii_lowercase)}
@@ -170,14 +180,22 @@ def test_an_evaluation_is_replayed(tiny_folder: Path, tmp_path: Path) -> None:
     assert (ours.step, ours.score) == (theirs.step, theirs.score)
 
 
-@pytest.mark.parametrize("preset", SCHEDULES)
+@pytest.mark.parametrize(
+    ("preset", "runtime"),
+    [
+        *((preset, "local") for preset in SCHEDULES),
+        pytest.param("stretto", "ray", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_over_processes_is_replayed_on_threads(
-    preset: str, tiny_folder: Path, tmp_path: Path
+    preset: str, runtime: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
+    if runtime == "ray":
+        pytest.importorskip("ray")
     engines = 2 if preset in ("rlhfuse", "stretto") else 1
     config = settings(
         tiny_folder,
-        runtime="local",
+        runtime=runtime,
         steps=3,
         rollout={**UNEVEN, "engines": engines},
         schedule=SCHEDULES[preset],
@@ -212,9 +230,9 @@ def test_ranks_that_divide_sums_are_replayed_by_ranks(tiny_folder: Path, tmp_pat
         schedule={"preset": "oppo", "chunk_tokens": 4},
     )
     recorded, _ = run(config, tmp_path)
-    replay = replayed(recorded)
-    assert_replayed(recorded, replay)
-    assert recipes.load(replay.config_file).runtime == "local"
+    (segment,) = read_flight(recorded.flight_file)
+    assert replaying.config_of_replay(segment).runtime == "local"
+    assert_replayed(recorded, replayed(recorded))
 
 
 def test_an_unfinished_line_is_ignored_and_a_damaged_one_named(
@@ -243,7 +261,7 @@ def test_replays_that_cannot_be_are_refused(tiny_folder: Path, tmp_path: Path) -
     (segment,) = read_flight(recorded.flight_file)
     with raises(StateError, "step-not-recorded", "steps 1 to 2"):
         replaying.legs_of([segment], 3)
-    with raises(ConfigError, "extra_forbidden", "settings in the flight record", "'beam'"):
+    with raises(ConfigError, "extra_forbidden", "flight record, written by Stretto", "'beam'"):
         Segment({**segment.head, "config": {**segment.head["config"], "beam": 4}}).config  # noqa: B018
     segment.given_up = 0
     with raises(StateError, "call-given-up"):
@@ -288,12 +306,109 @@ def test_objects_of_the_caller_are_missing_in_a_replay(tiny_folder: Path, tmp_pa
         stretto.replay(result.run_dir, progress=Progress())
 
 
-def test_a_replay_that_goes_on_has_the_deadline_of_the_run(
+def test_a_replay_that_goes_on_has_the_settings_of_the_run(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    config = settings(tiny_folder, steps=1, schedule={"deadline_s": 77.0})
+    observe = {"trackers": ("tensorboard",)}
+    config = settings(
+        *(tiny_folder,), steps=1, minutes=5, observe=observe, schedule={"deadline_s": 77.0}
+    )
     recorded, _ = run(config, tmp_path)
-    assert recipes.load(replayed(recorded).config_file).schedule == config.schedule
+    replay = replayed(recorded)
+    assert recipes.load(replay.config_file) == config
+    assert (recorded.path / "tensorboard").exists()
+    assert not (replay.path / "tensorboard").exists()
+
+
+def branched(recorded: RunDirectory, step: int, **options: Any) -> RunDirectory:
+    result = stretto.replay(recorded.path, from_=step, progress=Progress(), **options)
+    return RunDirectory.open(result.run_dir)
+
+
+def test_a_branch_without_changes_is_the_run(tiny_folder: Path, tmp_path: Path) -> None:
+    recorded, _ = run(settings(tiny_folder, steps=4, rollout=UNEVEN), tmp_path)
+    branch = branched(recorded, 2)
+    assert branch.name == "run-001-branch-001"
+    origin = {"run": str(recorded.path.absolute()), "step": 2, "changes": {}}
+    assert json.loads(branch.branch_file.read_text()) == origin
+    assert_same_run(recorded, branch)
+    assert [s.first for s in read_flight(branch.flight_file)] == [0, 2]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_branch_has_the_learning_rate_that_it_is_given(
+    schedule: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It equals a run whose optimizer is given another learning rate by hand after step 2."""
+    training = {"lr": 1e-3, "critic_lr": 2e-3, "lr_schedule": schedule}
+    config = settings(tiny_folder, steps=4, rollout=UNEVEN, training=training)
+    recorded, _ = run(config, tmp_path)
+    branch = branched(recorded, 2, training__lr=4e-3)
+    train = PolicyLearner.train
+
+    def changing(learner: PolicyLearner, batch: TrainBatch) -> TrainStepOutput:
+        actor = learner.trained["actor"]
+        if learner._steps == 2:
+            actor._schedule.base_lrs = [4e-3]
+            (group,) = actor._optimizer.param_groups
+            group["lr"] = group["lr"] * 4
+        return train(learner, batch)
+
+    monkeypatch.setattr(PolicyLearner, "train", changing)
+    by_hand, _ = run(config, tmp_path)
+    assert_same_run(by_hand, branch)
+    ours, theirs = weights(recorded), weights(branch)
+    assert not all(ours[name].equal(theirs[name]) for name in ours)
+    monkeypatch.undo()
+    again = RunDirectory.open(stretto.replay(branch.path, progress=Progress()).run_dir)
+    assert_replayed(branch, again)
+
+
+def test_a_branch_goes_to_a_step_with_other_losses(tiny_folder: Path, tmp_path: Path) -> None:
+    schedule = {"preset": "async"}
+    config = settings(tiny_folder, steps=4, rollout=UNEVEN, schedule=schedule)
+    recorded, _ = run(config, tmp_path)
+    changes = ["--set", "algorithm.kl_coef=0.5", "--set", "training.betas=[0.5, 0.5]"]
+    assert main(["replay", str(recorded.path), "--from", "2", "--to", "3", *changes]) == 0
+    branch = RunDirectory.open(tmp_path / "run-001-branch-001")
+    assert branch.last_step() == 3
+    config = recipes.load(branch.config_file)
+    assert (config.algorithm.kl_coef, config.training.betas) == (0.5, (0.5, 0.5))
+    betas = [metrics["objective/kl_coef"] for metrics in branch.read_metrics()]
+    assert betas == [0.05, 0.05, 0.5]
+
+
+def test_a_bit_that_changes_before_a_branch_is_found(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, _ = run(settings(tiny_folder, steps=3), tmp_path)
+    train = PolicyLearner.train
+
+    def planting(learner: PolicyLearner, batch: TrainBatch) -> TrainStepOutput:
+        output = train(learner, batch)
+        output.rewards.view("i4")[0] ^= 1
+        return output
+
+    monkeypatch.setattr(PolicyLearner, "train", planting)
+    with raises(StateError, "replay-differs", "step 1, call", "rewards"):
+        branched(recorded, 2, training__lr=1e-4)
+
+
+def test_changes_that_no_branch_can_have_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(tiny_folder, steps=2, rollout={"samples_per_prompt": 2})
+    recorded, _ = run(config, tmp_path)
+    with raises(ConfigError, "changes-without-branch", "training__lr", "from_="):
+        stretto.replay(recorded.path, training__lr=1e-4, progress=Progress())
+    with raises(ConfigError, "branch-empty", "to=1"):
+        branched(recorded, 1, to=1)
+    with raises(ConfigError, "resumed-differs", "seed"):
+        branched(recorded, 1, seed=5)
+    for change in ({"algorithm__kl_coef": 0.0}, {"algorithm__name": "rloo"}):
+        with raises(ConfigError, "resumed-roles-differ"):
+            branched(recorded, 1, **change)
+    with raises(ConfigError, "resumed-differs", "training"):
+        stretto.resume(recorded.path, training__lr=1e-4)
+    assert [folder.name for folder in tmp_path.glob("run-*")] == [recorded.name]
 
 
 class OwnError(StrettoError):
@@ -309,6 +424,6 @@ class OwnError(StrettoError):
     ],
 )
 def test_a_recorded_error_is_raised_again(error: StrettoError, kind: type[StrettoError]) -> None:
-    restored = replaying._restored([type(error).__name__, error.code, str(error)])
+    restored = _restored([type(error).__name__, error.code, str(error)])
     assert type(restored) is kind
     assert (restored.code, str(restored)) == (error.code, str(error))

@@ -18,6 +18,7 @@ from stretto.api.replays import replay as replay
 from stretto.api.runs import compare as compare
 from stretto.api.runs import report as report
 from stretto.api.runs import simulate as simulate
+from stretto.api.settings import BRANCHABLE as BRANCHABLE
 from stretto.api.settings import RESUMABLE as RESUMABLE
 from stretto.api.settings import changed as changed
 from stretto.api.settings import check_resumable as check_resumable

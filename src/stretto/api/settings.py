@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -23,6 +23,11 @@ RESUMABLE = (
     *("rollout.engines", "training.ratio_tolerance", "reward.on_failure", "reward.timeout_s"),
 )
 """Settings and sections that a resumed run may change. Others would make it a different run."""
+
+BRANCHABLE = (*RESUMABLE, "training", "algorithm", "reward.weights", "reward.missing_eos_penalty")
+"""Settings and sections that a run may change that branches off from a replayed one: also those of
+the update, which no state of the run depends on.
+"""
 
 
 @in_python
@@ -45,24 +50,38 @@ def changed(config: S, *changes: Mapping[str, Any], where: str = "settings", sta
     return merge.changed(config, nested, where, start)
 
 
-def check_resumable(before: Config, after: Config) -> None:
-    """Raise ConfigError for changes that would make a resumed run a different one."""
+def check_resumable(before: Config, after: Config, may_change: Sequence[str] = RESUMABLE) -> None:
+    """Raise ConfigError for changes that a checkpoint does not fit, or that would make a resumed
+    run a different one. ``may_change`` names settings and sections.
+    """
     for key in recipes.setting_names():
         old, new = attrgetter(key)(before), attrgetter(key)(after)
-        if old != new and not {key, key.partition(".")[0]} & {*RESUMABLE}:
+        if old != new and not {key, key.partition(".")[0]} & {*may_change}:
             raise ConfigError(
                 f"{key} = {new!r}: the run to resume has {old!r}, and only "
-                f"{', '.join(f'`{n}`' for n in RESUMABLE)} may change. Start a new run for other "
+                f"{', '.join(f'`{n}`' for n in may_change)} may change. Start a new run for other "
                 "settings",
                 "resumed-differs",
             )
+    if _roles_of_losses(before) != _roles_of_losses(after):
+        raise ConfigError(
+            "the changes of algorithm would add or remove a model, or start the adaptation of "
+            "algorithm.kl_coef again, and the checkpoint has neither; start a new run",
+            "resumed-roles-differ",
+        )
     schedule = after.training.lr_schedule
-    if schedule != "constant" and before.steps != after.steps:
+    if "training" not in may_change and schedule != "constant" and before.steps != after.steps:
         raise ConfigError(
             f"steps = {after.steps}: the run to resume has {before.steps}, which its "
             f"{schedule} learning-rate schedule depends on. Keep it, or start a new run",
             "resumed-schedule-differs",
         )
+
+
+def _roles_of_losses(config: Config) -> tuple[object, ...]:
+    a = config.algorithm
+    adapted = a.kl_target and a.kl_coef
+    return a.definition.critic, a.has_reference, a.teacher_models, adapted
 
 
 def config_of(settings: Settings) -> Config:

@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
-from stretto.api.settings import R, Settings, changed, check_resumable, of_rows, settled
+from stretto.api.settings import (
+    RESUMABLE,
+    R,
+    Settings,
+    changed,
+    check_resumable,
+    of_rows,
+    settled,
+)
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import (
     Config,
@@ -81,10 +89,16 @@ class Begun(Generic[R]):
 
 
 def begin(
-    config: R, name: str = "run", *, resume: str | Path = "", overrides: Overrides | None = None
+    config: R,
+    name: str = "run",
+    *,
+    resume: str | Path = "",
+    overrides: Overrides | None = None,
+    may_change: Sequence[str] = RESUMABLE,
 ) -> Begun[R]:
     """Check for causes of failure (:mod:`stretto.checks`), then create the folder of a run
-    (``name`` and a number in ``config.out``) or open ``resume``, the folder of a run to continue.
+    (``name`` and a number in ``config.out``) or open ``resume``, the folder of a run to continue
+    with the same settings but for those in ``may_change``.
     """
     run_dir, folder = None, Path(config.out)
     if not isinstance(config, RewardModelConfig) and (overrides is None or overrides.actor is None):
@@ -93,7 +107,7 @@ def begin(
         assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
         run_dir = RunDirectory.open(resume)
         folder = run_dir.path
-        check_resumable(recipes.load(run_dir.config_file), config)
+        check_resumable(recipes.load(run_dir.config_file), config, may_change)
     task = None
     if not (run_dir and overrides is None and run_dir.ended(config.steps)):
         with make_progress(config.observe.progress).working(CHECKING):

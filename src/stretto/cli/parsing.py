@@ -94,6 +94,8 @@ def form(function: Callable[..., Any]) -> type[Any]:
             marks, hint = [UseAppendAction], arg(help=text or None)
         for mark in marks:
             kind = mark[kind]
+        if name.endswith("_"):  # a keyword or builtin of Python
+            kind = Annotated[kind, arg(name=name.rstrip("_"))]
         fields.append((name, Annotated[kind, hint], default))
     form_class = dataclasses.make_dataclass(function.__name__, fields)
     doc = docstring_parser.parse(function.__doc__ or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from stretto.api.alignment import (
     resume_alignment,
     stages_of,
 )
+from stretto.api.replays import replay
 from stretto.api.settings import RESUMABLE, check_resumable
 from stretto.cli.options import (
     DEFAULT_RECIPES,
@@ -261,23 +262,26 @@ def _row(name: str, outcome: PolicyOutcome) -> str:
     )
 
 
+@takes(replay, "to", "from_", "out")
 def command_replay(
     run: Annotated[str, arg(metavar="RUN_DIR")],
     /,
+    *,
     to: NonNegativeInt = 0,
+    from_: NonNegativeInt = 0,
+    set_: Mapping[str, Any] | None = None,
     out: str = "",
 ) -> None:
     """Repeat a run bit for bit from its flight record, in a new folder. The first outcome that
     differs is named with its step, its call and its tensor. Environments and reward functions are
-    not asked again: their answers are in the record.
+    not asked again: their answers are in the record. With --from, an ordinary run with other
+    settings branches off from the replay.
 
     Args:
-        to: Last step to repeat. 0 repeats all recorded ones.
-        out: Folder for the replay's own folder. Default: that of the run's.
+        set_: Setting to change in the branch, such as training.lr=1e-5. May be repeated.
     """
-    from stretto.api.replays import replay
-
-    replay(run, to=to, out=out)
+    changes = {name.replace(".", "__"): value for name, value in (set_ or {}).items()}
+    replay(run, to=to, from_=from_, out=out, **changes)
 
 
 def command_recipes(recipe: Annotated[tuple[str, ...], arg(metavar="NAME")] = (), /) -> None:

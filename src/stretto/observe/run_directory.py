@@ -191,6 +191,7 @@ class RunDirectory:
         self.rollouts_file = path / "rollouts.jsonl"  # each, once trained on or rejected
         self.evaluations_file = path / "evaluations.jsonl"  # one object for each 'stretto eval'
         self.flight_file = path / "flight.log"  # order of events, for replays
+        self.branch_file = path / "branch.json"  # the run and step it branched off from, if any
         self.trace = TraceFile(path / "trace.json")  # all spans, for Perfetto
         self.checkpoints = path / CHECKPOINTS  # for resuming
         self.warmup = path / "warmup.safetensors"  # the model after its warm-up, written once
