@@ -102,12 +102,8 @@ class ThreadWorkers:
                 self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
         trained = ["actor", "critic"] if critic else ["actor"]
         with working(say, "starting the learner"):
-            learner = factory.make_learner(
-                actor,
-                critic,
-                snapshots=trained if knobs.copies_weights else (),
-                channel=channel,
-            )
+            snapshots = trained if knobs.copies_weights else ()
+            learner = factory.make_learner(actor, critic, snapshots=snapshots, channel=channel)
         refs = learner.offer() if knobs.copies_weights else {}
         dtype = learner.trained["actor"].dtype
         self.thread_scaling = gate.fact("thread_scaling", partial(self._scaling, actor))
