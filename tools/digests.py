@@ -32,7 +32,13 @@ from stretto.observe.display import Progress
 Digest = Mapping[str, str]
 """SHA-256, shortened, of weights, rollouts and metrics."""
 
-SHORT = {"steps": 4, "warmup_examples": 256, "threads": 1, "rollout__batch": 16}
+SHORT = {
+    "steps": 4,
+    "warmup_examples": 256,
+    "threads": 1,
+    "rollout__batch": 16,
+    "training__microbatch_tokens": 1024,  # a default of 0 would change the digests with it
+}
 """What all runs change: enough steps that some have carried and off-policy responses."""
 
 LENGTHS = {"tiny": {}, "tiny-tail": {"rollout__max_new_tokens": 96}}
