@@ -503,7 +503,8 @@ def test_open_settings_are_settled_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatc
     said = list[str]()
     assert settled(config, said.append) == config
     assert not said
-    monkeypatch.setattr(backend, "pick_device", lambda _: torch.device("cuda", 0))
+    for module in (backend, choices):
+        monkeypatch.setattr(module, "pick_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(choices, "capacity", lambda _: 80 * GB)
     monkeypatch.setattr(engine_registry, "installed", lambda: None)
