@@ -17,7 +17,7 @@ from engine_helpers import EXPERTS, GROUPED, LATENT, SMALL, from_config
 from helpers import llama
 from rounding import rounding
 from stretto.models import attention, devices, forward
-from stretto.models.attention import _CausalAttention, _masked, use_packed_attention
+from stretto.models.attention import _CausalAttention, attend_from_last, use_packed_attention
 from stretto.models.cached import CachedPass, SlotCache
 from stretto.models.devices import Backend, CudaBackend
 from stretto.models.load import load_causal_lm
@@ -59,11 +59,17 @@ def test_tokens_after_a_cache_attend_as_torchs(heads: tuple[int, int], length: i
     first = torch.tensor([33, 5, keys])
     at = first[:, None] + torch.arange(length)
     mask = torch.arange(keys) <= at[:, None, :, None]
-    got = _masked(query, key, value, mask, 0.3)
+    got = attend_from_last(query, key, value, mask, 0.3)
+    transposed = key.transpose(2, 3).contiguous().transpose(2, 3)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    by_products = attend_from_last(query, transposed, value, additive, 0.3)
     expected = F.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), mask, scale=0.3, enable_gqa=True
     )
-    torch.testing.assert_close(got.double(), expected, rtol=rounding(100), atol=rounding(100))
+    for result in (got, by_products):
+        torch.testing.assert_close(
+            result.double(), expected, rtol=rounding(100), atol=rounding(100)
+        )
 
 
 def test_a_model_goes_on_after_a_cache_with_it(
@@ -72,10 +78,13 @@ def test_a_model_goes_on_after_a_cache_with_it(
     """But not for gradients."""
     model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
     calls = []
-    original = attention._masked
-    monkeypatch.setattr(
-        attention, "_masked", lambda *given: calls.append(given[0].shape[2]) or original(*given)
-    )
+    original = attention.attend_from_last
+
+    def attend(*given: Any) -> Tensor:
+        calls.append(given[0].shape[2])
+        return original(*given)
+
+    monkeypatch.setattr(attention, "attend_from_last", attend)
     ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
     own = CachedPass(model, SlotCache(2))
     own.cache.reserve(ids.shape[1])

@@ -31,6 +31,8 @@ NAME, PACKED = "stretto", "stretto_packed"
 LONGEST = {torch.bfloat16: 512, torch.float32: 64}
 """Tokens of whole sequences up to which plain products win; measured (docs/performance.md)."""
 
+FEW = 16
+"""Tokens of a row after a cache up to which products may hold all scores in memory."""
 
 _unpacked: ContextVar[bool] = ContextVar("unpacked", default=False)
 
@@ -123,7 +125,7 @@ def short_attention(
     if attention_mask is None:
         out: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
     else:
-        out = _masked(query, key, value, attention_mask, scale)
+        out = attend_from_last(query, key, value, attention_mask, scale)
     return out.transpose(1, 2).contiguous(), None  # as torch's own, which models call view() on
 
 
@@ -168,13 +170,23 @@ def _packed(
     return out.view(len(query), query.shape[2], *out.shape[1:]), None
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend from the last tokens [b, g r, L, d] of sequences to keys [b, g, K, d] by torch's fused
-    kernel, without copies of keys and values.
+def attend_from_last(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Attend from the last tokens [b, g r, L, d] of sequences to keys [b, g, K, d] without copies
+    of keys and values. Uses products if keys are transposed in memory, which takes an additive
+    mask, otherwise torch's fused kernel.
     """
-    laid = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    r = laid.shape[2] // query.shape[2]
-    masks = mask.expand(-1, -1, r, -1) if query.shape[2] == 1 else mask.repeat(1, 1, r, 1)
+    length, d = query.shape[2:]
+    laid = query.reshape(len(query), key.shape[1], -1, d)
+    r = laid.shape[2] // length
+    if key.stride(3) != 1 and length <= FEW:
+        scores = torch.bmm((laid * scale).flatten(0, 1), key.transpose(2, 3).flatten(0, 1))
+        scores.view(*laid.shape[:2], r, length, -1).add_(mask[:, :, None])
+        return torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1)).view(query.shape)
+    if key.stride(3) != 1:
+        key = key.contiguous()
+    masks = mask.expand(-1, -1, r, -1) if length == 1 else mask.repeat(1, 1, r, 1)
     out = scaled_dot_product_attention(laid, key, value, attn_mask=masks, scale=scale)
     return out.reshape(query.shape)
 

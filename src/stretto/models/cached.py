@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache
 
 from stretto.bounds import ceil_div
 from stretto.errors import EngineError, first_line
+from stretto.models.attention import NAME as SHORT
+from stretto.models.devices import cpu_has_bfloat16
 from stretto.models.forward import backbone, pad_right, plain_states
 from stretto.models.forward import positions as positions_of
 from stretto.models.row_products import NAME as BY_ROWS
@@ -32,6 +34,11 @@ attends to (Llama 4).
 
 GRAIN = 64
 """Slots grow by multiples of this many positions."""
+
+KERNEL_GRAIN = 32
+"""Products read keys by multiples of this many positions, because oneDNN compiles a kernel for each
+shape in about 1 ms.
+"""
 
 CHECKED = 24
 """Tokens of the longest sequence in the check of a model."""
@@ -51,9 +58,13 @@ class CachedPass:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.backbone = backbone(model)
         self.config_of_model: Any = self.backbone.config
-        self._masks = LayerMasks(self.config_of_model, self.dtype)
+        attention = getattr(self.config_of_model, "_attn_implementation", "")
+        self.by_rows = attention == BY_ROWS
+        is_short = attention == SHORT and self.device.type == "cpu"
+        cache.transposed = is_short and self.dtype == torch.bfloat16 and cpu_has_bfloat16()
+        additive = is_short or attention == "eager"
+        self._masks = LayerMasks(self.config_of_model, self.dtype, additive=additive)
         takes = inspect.signature(self.backbone.forward).parameters
-        self.by_rows = getattr(self.config_of_model, "_attn_implementation", "") == BY_ROWS
         self._cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers < 5.24
 
     def prefill(
@@ -77,7 +88,11 @@ class CachedPass:
         return self._hidden(ids, at, self._masks(at, read))
 
     def reach(self, read: int) -> int:
-        """Return the key positions to read: complete blocks, if attention works in blocks."""
+        """Return the key positions to read: complete blocks, if attention works in blocks or needs
+        a new kernel for each number of keys.
+        """
+        if self.cache.transposed:
+            return ceil_div(read, KERNEL_GRAIN) * KERNEL_GRAIN
         return _grained(read) if self.by_rows else read
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
@@ -218,13 +233,13 @@ def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
 
 
 class LayerMasks:
-    """Boolean attention masks [n, 1, q, K] from positions, one per kind of layer. The window width
-    of the text decoder's config is reread for each mask, as in transformers.
+    """Attention masks [n, 1, q, K] from positions, boolean or additive, one per kind of layer. The
+    window width of the text decoder's config is reread for each mask, as in transformers.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, *, additive: bool) -> None:
         self._config, self._dtype = config, dtype
-        self._additive = config._attn_implementation == "eager"
+        self._additive = additive
         kinds = set(getattr(config, "layer_types", None) or ())
         kinds |= {f"{k} (GPT-Neo)" for k in getattr(config, "attention_layers", ()) if k == "local"}
         near = kinds - {"full_attention"}
@@ -284,7 +299,8 @@ class RowCache:
 
 class SlotCache(Cache):
     """Keys and values of every layer, [S, h, C + 1, d] each, allocated at first use. The last
-    position of a slot is scratch for padding, and never read. ``moves`` counts reallocations.
+    position of a slot is scratch for padding, and never read. ``moves`` counts reallocations. If
+    ``transposed``, the memory of keys is laid out as [S, h, d, C + 1], which products read fastest.
     """
 
     def __init__(self, slots: int) -> None:
@@ -292,6 +308,7 @@ class SlotCache(Cache):
         self.slots = slots
         self.capacity = 0
         self.moves = 0
+        self.transposed = False
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: slice | Tensor = slice(0, 0)
@@ -314,8 +331,18 @@ class SlotCache(Cache):
         self.moves += 1
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
-                store[layer] = old.new_zeros(slots, old.shape[1], capacity + 1, old.shape[3])
+                store[layer] = self._zeros(store, old, old.device)
                 store[layer][: len(old), :, : old.shape[2] - 1] = old[:, :, :-1]
+
+    def _zeros(self, store: list[Tensor], like: Tensor, device: torch.device) -> Tensor:
+        """Return zeros for a layer of a store, with the heads and the type of a tensor [..., h, c,
+        d].
+        """
+        heads, _, size = like.shape[-3:]
+        shape = self.slots, heads, self.capacity + 1, size
+        if self.transposed and store is self._keys:
+            return like.new_zeros(*shape[:2], size, shape[2], device=device).transpose(2, 3)
+        return like.new_zeros(shape, device=device)
 
     @property
     def token_bytes(self) -> int:
@@ -344,9 +371,8 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values [n, h, q, d]. Return those to attend to."""
         if layer_idx == len(self._keys):
-            shape = (self.slots, key_states.shape[1], self.capacity + 1)
-            self._keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
-            self._values.append(value_states.new_zeros(*shape, value_states.shape[3]))
+            self._keys.append(self._zeros(self._keys, key_states, key_states.device))
+            self._values.append(self._zeros(self._values, value_states, value_states.device))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         rows, at = self._rows, self._positions
         if at is None:
@@ -365,7 +391,7 @@ class SlotCache(Cache):
     def take(self, slot: int, length: int, version: int) -> RowCache:
         """Return a copy of the first ``length`` positions of a slot."""
         keys, values = (
-            tuple(layer[slot, :, :length].clone() for layer in store)
+            tuple(x[slot, :, :length].clone(memory_format=torch.contiguous_format) for x in store)
             for store in (self._keys, self._values)
         )
         return RowCache(keys, values, version)
@@ -374,9 +400,7 @@ class SlotCache(Cache):
         """Write a row into a slot. EngineError if it is from a model with other layers."""
         for store, layers in ((self._keys, row.keys), (self._values, row.values)):
             if not store:
-                shapes = [(self.slots, x.shape[0], self.capacity + 1, x.shape[2]) for x in layers]
-                pairs = zip(layers, shapes, strict=True)
-                store += [x.new_zeros(shape, device=device) for x, shape in pairs]
+                store += [self._zeros(store, x, device) for x in layers]
             slot_shapes, row_shapes = (
                 [(x.shape[-3], x.shape[-1]) for x in y] for y in (store, layers)
             )

@@ -23,6 +23,7 @@ from torch import nn
 from stretto.config.capabilities import ENGINES
 from stretto.models.backend import backend_of
 from stretto.models.cached import RowCache, SlotCache
+from stretto.models.decoder_layers import DecodeLayers
 from stretto.models.devices import PackedLinears
 from stretto.models.forward import backbone, plain_states, positions, unwrapped
 from stretto.models.lora import FusedAdapters
@@ -88,6 +89,7 @@ class TorchEngine(Engine):
         self._most_unread = backend.steps_unread
         self._adapters = FusedAdapters(model, on=backend.fuses_adapters and not self._sliced)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
+        self._layers = DecodeLayers(model)
         self._shares_weights = False  # with a learner that changes them in place
         self._speculation: SpeculativeDecoding | None = None
         if config.speculative_tokens:
@@ -130,7 +132,7 @@ class TorchEngine(Engine):
         if self._probe is None or self._probe.cache.slots != len(ids):
             self._probe = ModelPass(self.model, SlotCache(len(ids)), self._config)
         self._probe.cache.reserve(ids.shape[1])
-        with self._packed, self._adapters:
+        with self._packed, self._adapters, self._layers:
             for at in range(ids.shape[1] - 1):
                 positions = torch.full_like(ids[:, at], at)
                 logits = self._probe.next_logits(ids[:, at], positions, at + 1)
@@ -178,7 +180,7 @@ class TorchEngine(Engine):
     def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
         steps = 0
         try:
-            with self._packed, self._adapters:
+            with self._packed, self._adapters, self._layers:
                 while steps < max_tokens and not 0 < stop_after <= self._finished:
                     self._slots.fill()
                     if not self._slots.rows:
@@ -191,6 +193,7 @@ class TorchEngine(Engine):
         finally:
             self._packed.restore()  # an interruption may come while they are entered or left
             self._adapters.restore()
+            self._layers.restore()
             if self._shares_weights and not self._held:
                 self._packed.invalidate()  # the learner needs the memory, and changes the weights
         return steps
