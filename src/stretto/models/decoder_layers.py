@@ -1,7 +1,7 @@
 """Decoder layers of Llama's kind for one token per row: transformers' operations, fewer calls.
 
 A decode step of 30 layers makes some 1,500 calls of torch, which on a CPU take as long as a third
-of its products. These forward passes leave out the calls that only prepare others.
+of its products. These forward passes leave out calls without an effect on the result.
 
 Shapes: n rows, h heads, d head size, H hidden size.
 """
@@ -19,7 +19,7 @@ from stretto.models.devices import ReplacedForwards
 from stretto.models.forward import decoder_layers, text_config
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Layers of transformers that are the same but for norms of queries and keys, and for masks."""
+"""Layers of transformers with equal operations, except for norms of queries and keys."""
 
 
 class DecodeLayers(ReplacedForwards):
@@ -29,10 +29,10 @@ class DecodeLayers(ReplacedForwards):
 
     def __init__(self, model: nn.Module) -> None:
         layers = decoder_layers(model)
-        known = all(type(layer).__name__ in KINDS for layer in layers)
+        all_covered = all(type(layer).__name__ in KINDS for layer in layers)
         is_short = getattr(text_config(model), "_attn_implementation", "") == NAME
         on_cpu = next(model.parameters()).device.type == "cpu"
-        self.layers: list[Any] = layers if known and is_short and on_cpu else []
+        self.layers: list[Any] = layers if all_covered and is_short and on_cpu else []
         self._forwards = [_one_token(layer) for layer in self.layers]
 
     def forwards(self) -> Sequence[Callable[..., Tensor]]:
