@@ -1,7 +1,8 @@
 """Decoder layers of Llama's kind for one token per row: transformers' operations, fewer calls.
 
-A decode step of 30 layers makes some 1,500 calls of torch, which on a CPU take as long as a third
-of its products. These forward passes leave out calls without an effect on the result.
+On a CPU, a decode step of 30 layers takes about 20 ms even if its weights are tiny, because of some
+1,000 small operations and the Python between them. These forward passes leave out calls without an
+effect on the result.
 
 Shapes: n rows, h heads, d head size, H hidden size.
 """
