@@ -10,6 +10,7 @@ is the learner's version minus the oldest version among its tokens.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,6 +26,10 @@ IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 ScoreKind = Literal["reward", "logprobs", "values"]
+INSIDE_SPAN = math.inf
+"""In log-probabilities of spans, at tokens before a span's last one. NaN would hide a broken model,
+and no log-probability is positive.
+"""
 Stats = Mapping[str, float]
 """Metrics of one step, by name."""
 TopLogprobs = Sequence[tuple[int, float]]
@@ -265,7 +270,7 @@ class Score:
         kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number per sampled token).
         values: [1] for a reward, otherwise [T] with the T sampled tokens. Empty for a reward that
             does not apply to the rollout. Log-probabilities may be of spans of several tokens, each
-            at its last one. The others have NaN.
+            at its last one. The others have INSIDE_SPAN.
         failure: why there is no score. ``values`` is then empty. Never a silent zero.
         extra: further values of a reward function, by name; plain data.
     """

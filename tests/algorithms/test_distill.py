@@ -34,6 +34,7 @@ from stretto.runtime.placement import model_scorers
 from stretto.saying import silent
 from stretto.scoring.model_scorers import reference_scorer
 from stretto.testing.contracts import chunk_of
+from stretto.types import INSIDE_SPAN
 
 TOLERANCE = rounding(GRADIENT_TERMS)
 SLOW = pytest.mark.slow
@@ -321,7 +322,7 @@ SPANS = {
 
 def of_spans() -> Scored:
     """A span of two tokens, one of one, a cut character; a response of one token."""
-    reference = torch.tensor([[torch.nan, -4.0, -0.75, torch.nan], [-1.0, 7.0, 7.0, 7.0]])
+    reference = torch.tensor([[INSIDE_SPAN, -4.0, -0.75, INSIDE_SPAN], [-1.0, 7.0, 7.0, 7.0]])
     apart, tokens = divided(reference, SPANS["logprobs"], SPANS["mask"])
     return scored(**SPANS, ref_logprobs=apart, span_tokens=tokens)
 
@@ -332,6 +333,16 @@ def test_each_token_of_a_span_has_the_spans_log_ratio_by_hand() -> None:
     assert e.stats["distill/reverse_kl"] == pytest.approx((1 + 0.25 - 2) / 5)
     assert e.stats["objective/kl"] == pytest.approx((1 + 0.25 - 2) / 2)
     assert e.stats["distill/span_tokens"] == pytest.approx(5 / 4)
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["a span of two tokens", "one token"])
+def test_a_number_of_a_broken_teacher_is_no_span(at: int) -> None:
+    reference = torch.tensor([[INSIDE_SPAN, -4.0, -0.75, INSIDE_SPAN], [-1.0, 7.0, 7.0, 7.0]])
+    reference[0, at] = torch.nan
+    apart, tokens = divided(reference, SPANS["logprobs"], SPANS["mask"])
+    data = scored(**SPANS, ref_logprobs=apart, span_tokens=tokens)
+    with pytest.raises(LearnerError, match=r"must be finite"):
+        prepare(data, AlgorithmConfig(name="distill", teacher="t"), OFF, 1.0)
 
 
 def test_spans_of_one_token_change_nothing() -> None:
@@ -358,7 +369,7 @@ def test_the_expected_gradient_over_spans_is_that_of_the_reverse_kl() -> None:
 
     logprobs = student()
     old, mask = logprobs.detach(), mask_of((2,) * 9)
-    reference = torch.stack([torch.full_like(of_teacher, torch.nan), of_teacher], dim=1)
+    reference = torch.stack([torch.full_like(of_teacher, INSIDE_SPAN), of_teacher], dim=1)
     apart, tokens = divided(reference, old, mask)
     data = scored(
         mask=mask,

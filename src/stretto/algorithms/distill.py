@@ -14,6 +14,7 @@ from stretto.algorithms.experience import Scored, Targets
 from stretto.algorithms.reductions import masked_mean
 from stretto.algorithms.rewards import Rewards
 from stretto.config import AlgorithmConfig
+from stretto.types import INSIDE_SPAN
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -48,13 +49,13 @@ def divided(reference: Tensor, logprobs: Tensor, mask: Tensor) -> tuple[Tensor, 
     same log ratio. All inputs are [B, T].
 
     Args:
-        reference: of each span at its last token. NaN: the token is part of a later one's span, or,
-            at the end of a response, of none. Its log ratio is 0 then.
+        reference: of each span at its last token. INSIDE_SPAN: the token is part of a later one's
+            span, or, at the end of a response, of none. Its log ratio is 0 then.
 
     Returns:
         Log-probabilities of tokens, and how many tokens their spans have. ``None``: 1 each.
     """
-    part = reference.isnan() & mask
+    part = (reference == INSIDE_SPAN) & mask
     if not part.any():
         return reference, None
     length = reference.shape[1]

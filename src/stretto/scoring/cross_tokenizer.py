@@ -22,7 +22,7 @@ from stretto.scoring.response_buffer import GrowingPieces, spelt_out
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
 from stretto.tasks.encode import MARK, Pieces
 from stretto.tasks.responses import turn_of
-from stretto.types import FinishReason, Prompt, Response, Score
+from stretto.types import INSIDE_SPAN, FinishReason, Prompt, Response, Score
 
 
 class TeacherReader(ConversationReader):
@@ -158,7 +158,7 @@ def _cuts(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 class CrossTokenizerScorer(TokenScorer):
     """A teacher's log-probabilities of spans. Each is at the student's last token of its span, and
-    the other tokens have NaN.
+    the other tokens have INSIDE_SPAN.
     """
 
     def __init__(self, *args: Any, reader: TeacherReader, **options: Any) -> None:
@@ -179,7 +179,7 @@ class CrossTokenizerScorer(TokenScorer):
         text = self._texts.pop(score.rollout_id, None)
         if text is None or score.failure:
             return score
-        values = np.full(text.sampled_tokens, np.nan, np.float32)
+        values = np.full(text.sampled_tokens, INSIDE_SPAN, np.float32)
         if text.ends:
             of_student, of_teacher = np.array(text.ends).T
             starts = [0, *of_teacher[:-1]]
