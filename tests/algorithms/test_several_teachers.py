@@ -14,6 +14,7 @@ from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import assert_same_run, make_teacher, run, settings, write_rows
 from scorer_helpers import trained
+from stretto.checks import check_run
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, TaskError
 from stretto.planner.fitting import plan_for
@@ -136,7 +137,7 @@ def test_teachers_are_roles_and_take_memory(
         (("words", 3), "row-of-unknown-teacher", ["row 1", "'3'"]),
     ],
 )
-def test_a_row_of_no_teacher_ends_the_run_at_its_start(
+def test_a_row_of_no_teacher_is_refused_at_the_start_and_by_a_dry_run(
     sources: Sequence[Any],
     code: str,
     facts: list[str],
@@ -144,8 +145,11 @@ def test_a_row_of_no_teacher_ends_the_run_at_its_start(
     teachers: dict[str, str],
     tmp_path: Path,
 ) -> None:
+    config = of_sources(tiny_folder, tmp_path, teachers, sources)
     with raises(TaskError, code, *facts):
-        run(of_sources(tiny_folder, tmp_path, teachers, sources), tmp_path)
+        run(config, tmp_path)
+    with raises(TaskError, code, *facts):
+        check_run(config, ask_hub=False)
 
 
 def test_prompts_must_name_their_teachers(

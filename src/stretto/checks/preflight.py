@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import files, hub, outside, tasks
+from stretto.assembly.teachers import check_teachers
 from stretto.checks import user_functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.cluster_config import LEARNER
@@ -74,7 +75,7 @@ def check_run(
     user_functions.check_environments(
         n for n in config.environment.sources if n not in environments
     )
-    _check_teachers(config, ask_hub=ask_hub)
+    _check_teachers(config, task, ask_hub=ask_hub)
     if overrides is None or overrides.actor is None:
         name, critic = config.model.name, config.critic.model
         tokenizer = overrides is None or overrides.tokenizer is None
@@ -234,7 +235,9 @@ def _check_model(
     return info
 
 
-def _check_teachers(config: Config, *, ask_hub: bool) -> None:
+def _check_teachers(config: Config, task: Task | None, *, ask_hub: bool) -> None:
+    if task:
+        check_teachers(task, config.algorithm)
     for role, teacher in config.algorithm.teacher_models.items():
         if info := _check_model(teacher, config.model, ask_hub=ask_hub):
             config.require_positions(f"the {role}", info.positions)

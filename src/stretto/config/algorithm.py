@@ -112,8 +112,8 @@ class AlgorithmConfig(Section):
     """The loss (docs/algorithms.md). 'file.py:name' or 'package.module:name' is an algorithm of
     your own."""
     teacher: str = ""
-    """Model whose log-probabilities the policy learns, with the actor's tokenizer: a folder or a
-    hub name. It reads the policy's own responses."""
+    """Model whose log-probabilities the policy learns: a folder or a hub name. It reads the
+    policy's own responses, with another tokenizer than the actor's as text."""
     teachers: dict[str, str] = {}
     """Several such models by name, in place of one. Each reads the responses to the prompts whose
     column 'teacher' (task.columns) has its name."""
