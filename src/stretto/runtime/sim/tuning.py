@@ -192,7 +192,8 @@ class AutoTuner(Stateful):
         rounds, ratio = len(self._measured), self._speedup(before)
         if ratio > SLOW:
             unclear = abs(ratio - 1) < UNCLEAR and rounds < MOST_ROUNDS
-            if unclear or rounds < LEAST_ROUNDS:
+            # With delta, rounds of short responses and of carried long ones alternate.
+            if unclear or rounds < LEAST_ROUNDS * (2 if trial.delta else 1):
                 return
         elif rounds < SLOW_ROUNDS:  # a single one may have been disturbed
             return
