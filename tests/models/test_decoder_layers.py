@@ -51,6 +51,15 @@ def test_all_kinds_are_covered() -> None:
     assert set(FAMILIES) == set(KINDS)
 
 
+def test_layers_of_other_code_are_left_alone() -> None:
+    model = from_config(FAMILIES["LlamaDecoderLayer"])
+    use_short_attention(model)
+    kind = type(model.model.layers[0])
+    remote = type(kind.__name__, (kind,), {"__module__": "transformers_modules.someones.modeling"})
+    model.model.layers[0].__class__ = remote
+    assert DecodeLayers(model).layers == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_are_those_of_transformers_layers(name: str, dtype: torch.dtype) -> None:

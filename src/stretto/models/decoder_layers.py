@@ -20,7 +20,9 @@ from stretto.models.devices import ReplacedForwards
 from stretto.models.forward import decoder_layers, text_config
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Layers of transformers with equal operations, except for norms of queries and keys."""
+"""Layers of transformers with equal operations, except for norms of queries and keys. Code of a
+model's own may use their names for other operations.
+"""
 
 
 class DecodeLayers(ReplacedForwards):
@@ -30,7 +32,7 @@ class DecodeLayers(ReplacedForwards):
 
     def __init__(self, model: nn.Module) -> None:
         layers = decoder_layers(model)
-        all_covered = all(type(layer).__name__ in KINDS for layer in layers)
+        all_covered = all(_is_covered(type(layer)) for layer in layers)
         is_short = getattr(text_config(model), "_attn_implementation", "") == NAME
         on_cpu = next(model.parameters()).device.type == "cpu"
         self.layers: list[Any] = layers if all_covered and is_short and on_cpu else []
@@ -38,6 +40,10 @@ class DecodeLayers(ReplacedForwards):
 
     def forwards(self) -> Sequence[Callable[..., Tensor]]:
         return self._forwards
+
+
+def _is_covered(kind: type) -> bool:
+    return kind.__name__ in KINDS and kind.__module__.startswith("transformers.models.")
 
 
 def _one_token(layer: Any) -> Callable[..., Tensor]:
