@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -176,13 +179,19 @@ def ticket(
 
 @contextmanager
 def full_beyond(size: int) -> Iterator[None]:
-    """Files take no more than ``size`` bytes: a write takes what still fits, the next one fails."""
+    """Files take no more than ``size`` bytes: a write takes what still fits, the next one fails.
+    Python would cut off the bytecode of modules imported meanwhile, here or in a child, without an
+    error, so none is written.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    here = patch.object(sys, "dont_write_bytecode", True)
+    children = patch.dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    with here, children:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def ended_records(workload: Workload, steps: int) -> list[RolloutRecord]:

@@ -552,8 +552,9 @@ def test_a_run_is_resumed_with_other_engines(tiny_folder: Path, tmp_path: Path) 
 
 
 def test_a_rank_whose_disk_is_full_leaves_the_former_checkpoint(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # it would be cut off, too
     learner = ClusterConfig(processes=(process("learner", 2),))
     config = settings(
         tiny_folder, steps=3, runtime="local", cluster=learner, observe={"checkpoint_every": 1}
