@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +137,31 @@ def test_noise_is_what_other_processes_and_the_hypervisor_took(bench: Any) -> No
     assert quiet.is_quiet
     for change in ({"others": 0.031}, {"steal": 0.021}, {"runnable": 1}):
         assert not quiet._replace(**change).is_quiet
+
+
+ORPHAN = """
+import json, os, time
+if not os.fork():
+    while time.process_time() < 0.4:
+        pass
+    os._exit(0)
+print(json.dumps({}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's prctl")
+def test_a_programs_process_that_outlives_it_is_none_of_others() -> None:
+    """In a process of its own, as adopting is for good."""
+    code = f"""
+import sys; sys.path.insert(0, {str(FOLDER)!r})
+import compare
+compare.adopt_orphans()
+before = compare.Reading.now()
+compare.execute(compare.Program("orphan", [sys.executable, "-c", {ORPHAN!r}]))
+print(compare.Reading.now().children - before.children)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) >= 0.4
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux's /proc")
