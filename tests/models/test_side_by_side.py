@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from threading import Event, Lock, Thread, get_ident
+from threading import Event, Thread, get_ident, local
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,15 +96,28 @@ def test_an_interruption_ends_the_other_call_too(place: int) -> None:
     assert ended == ["endless", "caller"]
 
 
-def test_calls_that_share_a_lock_get_done_no_more_than_one() -> None:
-    lock = Lock()
+@pytest.mark.parametrize(("together_s", "scaling"), [(0.010, 1.0), (0.005, 2.0), (0.008, 1.25)])
+def test_the_scaling_of_threads_is_the_speed_of_all_calls_relative_to_one(
+    together_s: float, scaling: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of 5 ms alone, by a clock of each thread. Behind one lock they take 10 ms together."""
+    clock = local()
 
-    def locked() -> None:
-        with lock:
-            time.sleep(0.005)
+    def call() -> Callable[[], None]:
+        threads = 0  # that made this call so far: the first one alone
 
-    assert thread_scaling([locked, locked], 1, 0.1) == pytest.approx(1.0, abs=0.4)
-    assert thread_scaling([partial(time.sleep, 0.005)] * 2, 1, 0.1) == pytest.approx(2.0, abs=0.4)
+        def run() -> None:
+            nonlocal threads
+            if not hasattr(clock, "now_s"):
+                clock.now_s = 0.0
+                threads += 1
+            clock.now_s += 0.005 if threads == 1 else together_s
+
+        return run
+
+    fake = SimpleNamespace(perf_counter=lambda: getattr(clock, "now_s", 0.0))
+    monkeypatch.setattr("stretto.models.cpu_threads.time", fake)
+    assert thread_scaling([call(), call()], 1, 0.1) == pytest.approx(scaling)
 
 
 def test_the_probe_of_a_model_changes_nothing_and_fits_its_positions() -> None:
