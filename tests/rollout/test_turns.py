@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
-from engine_helpers import plain_logprobs, played_whole
+from engine_helpers import GROUPED, from_config, plain_logprobs, played_whole
 from helpers import CHANNEL, llama, ticket, told
 from rounding import rounding
 from stretto.config import RolloutConfig
@@ -87,6 +88,19 @@ def test_logprobs_are_those_of_a_pass_over_the_whole_transcript(way: str) -> Non
         bound = rounding(terms) * expected.abs().max()
         assert (got - expected)[sampled].abs().max() <= bound
         assert not got[~sampled].any()
+
+
+def test_packed_layers_of_shared_weights_are_freed_with_the_last_episode() -> None:
+    """Not while one waits for its environment: its next turn would pack them again."""
+    model = from_config(hf.LlamaConfig(**GROUPED | {"hidden_size": 128, "intermediate_size": 256}))
+    e = engine(model.to(torch.bfloat16))
+    if not (layers := len(e._packed.layers)):
+        pytest.skip("this CPU packs no layers")
+    e.load(ticket(1, fingerprint(model.named_parameters())))
+    (waiting,) = parked(e)
+    assert len(e._packed._packed) == layers
+    e.release([waiting.id])
+    assert not e._packed._packed
 
 
 def test_what_is_kept_goes_on_bit_for_bit() -> None:

@@ -194,13 +194,20 @@ class TorchEngine(Engine):
             self._packed.restore()  # an interruption may come while they are entered or left
             self._adapters.restore()
             self._layers.restore()
-            if self._shares_weights and not self._held:
-                self._packed.invalidate()  # the learner needs the memory, and changes the weights
+            self._free_packed()
         return steps
 
     @torch.inference_mode()
     def _drop(self) -> None:
         self._slots.drop_except(self._held)
+        self._free_packed()
+
+    def _free_packed(self) -> None:
+        """Free packed weights between rounds for a learner, which will change the weights. Rows
+        that wait for an environment go on, so that packing again would cost more.
+        """
+        if self._shares_weights and not self.rollout_ids:
+            self._packed.invalidate()
 
     @torch.inference_mode()
     def _read_prompt(self, tokens: int) -> None:
