@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,16 @@ from raising import raises
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import assert_same_run, make_teacher, run, settings, write_rows
 from scorer_helpers import trained
+from stretto.assembly.roles import RoleFactory
+from stretto.assembly.run_models import NO_OVERRIDES
 from stretto.checks import check_run
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, TaskError
+from stretto.models.load import load_tokenizer
 from stretto.planner.fitting import plan_for
 from stretto.planner.replay import Recording
 from stretto.runtime.placement import model_scorers
+from stretto.saying import silent
 from stretto.schedules import schedule
 from stretto.types import TrainBatch
 
@@ -150,6 +156,24 @@ def test_a_row_of_no_teacher_is_refused_at_the_start_and_by_a_dry_run(
         run(config, tmp_path)
     with raises(TaskError, code, *facts):
         check_run(config, ask_hub=False)
+
+
+def test_a_teachers_tokenizer_is_refused_by_a_dry_run_and_before_its_weights_are_read(
+    tiny_folder: Path, teachers: dict[str, str], tmp_path: Path
+) -> None:
+    """The stranger cannot read an episode's turns."""
+    lines = ['"""Turn.', "", "Args:", "    n: Degrees.", '"""', "return n"]
+    tool = "def turn(n: int) -> int:\n" + indent("\n".join(lines), "    ")
+    (tmp_path / "tools.py").write_text(tool)
+    environment = {"sources": (f"{tmp_path / 'tools.py'}:turn",)}
+    stranger = shutil.copytree(teachers[NAMES[1]], tmp_path / "stranger")
+    both = {NAMES[0]: teachers[NAMES[0]], NAMES[1]: str(stranger)}
+    config = of_sources(tiny_folder, tmp_path, both, environment=environment)
+    with raises(ConfigError, "teacher-of-other-tokenizer", f"teacher-{NAMES[1]}", "episode"):
+        check_run(config, ask_hub=False)
+    (stranger / "model.safetensors").write_bytes(b"")
+    with raises(ConfigError, "teacher-of-other-tokenizer"):
+        RoleFactory(config, silent).teachers(NO_OVERRIDES, load_tokenizer(tiny_folder))
 
 
 def test_prompts_must_name_their_teachers(

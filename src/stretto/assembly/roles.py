@@ -22,11 +22,11 @@ from stretto.assembly.run_models import (
     load_teacher,
     made_ready,
 )
-from stretto.assembly.teachers import is_taught_by
+from stretto.assembly.teachers import is_taught_by, reads_tokens
 from stretto.config import Config, ModelConfig
 from stretto.config.sections import RewardSource
 from stretto.config.training_config import token_budget
-from stretto.errors import ConfigError, EngineError, ModelError
+from stretto.errors import EngineError, ModelError
 from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import backbone, positions, text_config, unwrapped
@@ -48,7 +48,6 @@ from stretto.scoring.model_scorers import (
     RewardModelScorer,
     critic_scorer,
     reference_scorer,
-    same_tokenizer,
 )
 from stretto.scoring.streaming import CodeScorer, StreamingReward, StreamingScorer
 from stretto.tasks.prompts import PromptSource
@@ -329,11 +328,10 @@ class RoleFactory:
             "slots": self.scorer_slots(model, name, gathered),
             "say": self._say,
         }
-        if same := same_tokenizer(own_tokenizer, tokenizer):
+        if same := reads_tokens(self.config, name, own_tokenizer, tokenizer):
             self.config.require_positions(f"the {name}", positions(model))
             options["vocabulary"] = text_config(model).vocab_size
         else:
-            self._require_text(name, own_tokenizer)
             ends = named_ends(text_config(model), own_tokenizer)
             stop = self.config.rollout.stop
             options["scorer"] = CrossTokenizerScorer
@@ -344,29 +342,14 @@ class RoleFactory:
             scorer.require_room(prompts)
         return scorer
 
-    def _require_text(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ConfigError if a teacher cannot read responses as text."""
-        because = "does not say where in a text its tokens are"
-        if self.config.environment.sources:
-            because = "cannot read the turns of an episode, which the actor's template laid out"
-        elif tokenizer.is_fast:
-            return
-        model = self.config.algorithm.teacher_models[name]
-        raise ConfigError(
-            f"the {name} '{model}' has another tokenizer than the actor, which {because}; choose a "
-            "model of the actor's family, or fine-tune the actor on the teacher's texts with "
-            "`stretto sft`",
-            "teacher-of-other-tokenizer",
-        )
-
-    def teachers(self, overrides: Overrides) -> dict[str, Reward]:
-        """Load all teachers, by the names of their scorers."""
-        names = self.config.algorithm.teacher_models
-        return {name: self.load_teacher(name, overrides) for name in names}
-
-    def load_teacher(self, name: str, overrides: Overrides) -> Reward:
-        path = self.config.algorithm.teacher_models[name]
-        return load_teacher(self.config.model, path, self._say, in_files=overrides.in_files)
+    def teachers(
+        self, overrides: Overrides, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, Reward]:
+        """Load all teachers, by the names of their scorers, for an actor with this tokenizer."""
+        return {
+            name: load_teacher(self.config, name, tokenizer, self._say, in_files=overrides.in_files)
+            for name in self.config.algorithm.teacher_models
+        }
 
     def model_scorers(
         self,

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.config import ModelConfig
+from stretto.assembly.teachers import reads_tokens
+from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError
 from stretto.models import mapped
 from stretto.models.backend import backend_of, keep_freed_memory, pick_device, pick_dtype
@@ -30,8 +31,9 @@ from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.resolve import adapter_folder, resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.saying import Say, format_size, working
-from stretto.scoring.model_scorers import RewardModelScorer, same_tokenizer
+from stretto.scoring.model_scorers import RewardModelScorer
 from stretto.tasks import Task
+from stretto.tasks.encode import same_tokenizer
 from stretto.tasks.prompts import PromptSource
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -185,10 +187,17 @@ def load_reward_model(
     return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
 
 
-def load_teacher(config: ModelConfig, name: str, say: Say, *, in_files: bool = False) -> Reward:
-    path = resolve(name, say)
-    model = _loaded(load_causal_lm, path, config, say, in_files)
-    return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
+def load_teacher(
+    config: Config, name: str, actor_tokenizer: PreTrainedTokenizerBase, say: Say, *, in_files: bool
+) -> Reward:
+    """Load a teacher by the name of its scorer. Its tokenizer comes first, because it may be
+    refused, and weights take long to load.
+    """
+    m = config.model
+    path = resolve(config.algorithm.teacher_models[name], say)
+    tokenizer = load_tokenizer(path, m.trust_remote_code, say)
+    reads_tokens(config, name, tokenizer, actor_tokenizer)
+    return _loaded(load_causal_lm, path, m, say, in_files).requires_grad_(False), tokenizer
 
 
 def load_draft(

@@ -1,14 +1,18 @@
-"""Several teachers of distillation, which divide the prompts by a column of the data."""
+"""Teachers of distillation. Several divide the prompts by a column of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stretto.config import AlgorithmConfig
+from stretto.config import AlgorithmConfig, Config
 from stretto.config.algorithm import TEACHER
-from stretto.errors import TaskError, nearest
+from stretto.errors import ConfigError, TaskError, nearest
+from stretto.tasks.encode import same_tokenizer
 from stretto.tasks.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def is_taught_by(scorer: str, data: Mapping[str, Any]) -> bool:
@@ -35,3 +39,28 @@ def check_teachers(task: Task, algorithm: AlgorithmConfig) -> None:
                 f"{nearest(name, algorithm.teachers)}",
                 "row-of-unknown-teacher",
             )
+
+
+def reads_tokens(
+    config: Config,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_tokenizer: PreTrainedTokenizerBase,
+) -> bool:
+    """Return whether a teacher reads the actor's tokens. Otherwise it reads their text. Raises
+    ConfigError if it can read neither. ``name`` is that of its scorer.
+    """
+    if same_tokenizer(tokenizer, actor_tokenizer):
+        return True
+    because = "does not say where in a text its tokens are"
+    if config.environment.sources:
+        because = "cannot read the turns of an episode, which the actor's template laid out"
+    elif tokenizer.is_fast:
+        return False
+    model = config.algorithm.teacher_models[name]
+    raise ConfigError(
+        f"the {name} '{model}' has another tokenizer than the actor, which {because}; choose a "
+        "model of the actor's family, or fine-tune the actor on the teacher's texts with "
+        "`stretto sft`",
+        "teacher-of-other-tokenizer",
+    )

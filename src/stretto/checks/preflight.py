@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import files, hub, outside, tasks
-from stretto.assembly.teachers import check_teachers
+from stretto.assembly.teachers import check_teachers, reads_tokens
 from stretto.checks import user_functions
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.cluster_config import LEARNER
@@ -20,7 +20,7 @@ from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.layout import Layout
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import NOT_ON_HUB, TOKENIZERS, ModelInfo, model_info
-from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known
+from stretto.models.resolve import adapter_folder, cache_dir, cached, is_known, resolve
 from stretto.observe.trackers import port_taken, require_libraries
 from stretto.planner import fitting
 from stretto.tasks import Task
@@ -28,6 +28,8 @@ from stretto.tasks.supervised_rows import read_demonstrations, read_pairs
 from stretto.tasks.tables import is_local
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from stretto.assembly.run_models import Overrides
 
 
@@ -91,6 +93,7 @@ def check_run(
             _check_stages(info, config.pipeline, alike=config.critic.init == "actor")
         if critic and config.algorithm.definition.critic:
             _check_model(critic, config.model, ask_hub=ask_hub)
+        _check_tokenizers(config, overrides)
         if ask_hub:
             fitting.RunMemory(config).check_here()
     return task
@@ -242,6 +245,24 @@ def _check_teachers(config: Config, task: Task | None, *, ask_hub: bool) -> None
         if info := _check_model(teacher, config.model, ask_hub=ask_hub):
             config.require_positions(f"the {role}", info.positions)
             _check_heads(info, config.cluster.layouts(role))
+
+
+def _check_tokenizers(config: Config, overrides: Overrides | None) -> None:
+    """Check that teachers can read the actor's responses, if their tokenizers are here."""
+    if not config.algorithm.teacher_models:
+        return
+    actor = overrides.tokenizer if overrides else None
+    if actor := actor or _tokenizer(config.model.name, config.model):
+        for name, model in config.algorithm.teacher_models.items():
+            if tokenizer := _tokenizer(model, config.model):
+                reads_tokens(config, name, tokenizer, actor)
+
+
+def _tokenizer(name: str, config: ModelConfig) -> PreTrainedTokenizerBase | None:
+    from stretto.models.load import load_tokenizer
+
+    path = cached(name) if is_known(name) else resolve(name)
+    return load_tokenizer(path, config.trust_remote_code) if isinstance(path, Path) else None
 
 
 def _check_heads(info: ModelInfo, layouts: Iterable[Layout]) -> None:

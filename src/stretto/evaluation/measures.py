@@ -41,9 +41,9 @@ from stretto.observe.progress import on_stderr
 from stretto.saying import silent
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.model_scorers import same_tokenizer
 from stretto.scoring.response_buffer import response_text
 from stretto.scoring.streaming import CodeScorer
+from stretto.tasks.encode import same_tokenizer
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.tables import format_of

@@ -10,7 +10,13 @@ from torch import nn
 
 from stretto.assembly.parts import open_prompts
 from stretto.assembly.roles import RoleFactory, load_reward
-from stretto.assembly.run_models import made_ready, make_critic, starts_adapted, with_adapters
+from stretto.assembly.run_models import (
+    load_teacher,
+    made_ready,
+    make_critic,
+    starts_adapted,
+    with_adapters,
+)
 from stretto.config.sections import reward_source
 from stretto.errors import ModelError
 from stretto.layout import UNCUTTABLE, Layout
@@ -138,10 +144,10 @@ def teacher(setup: RoleSetup, name: str, prompts: Sequence[Prompt]) -> ScorerSer
     """Make the service of a teacher in its process, and check it on these prompts."""
     setup.prepare()
     config, notes = setup.config, list[str]()
-    factory, loading_setup = RoleFactory(config, notes.append), setup.for_loading()
+    factory, loading = RoleFactory(config, notes.append), setup.for_loading()
     tokenizer = open_prompts(config, setup.overrides, silent).tokenizer
-    loading = RoleFactory(loading_setup.config, notes.append)
-    loaded = loading.load_teacher(name, loading_setup.overrides)
+    in_files = loading.overrides.in_files
+    loaded = load_teacher(loading.config, name, tokenizer, notes.append, in_files=in_files)
     gathered = _divided(loaded[0], setup, setup.layout, name, notes)
     scorer = factory.teacher_scorer(name, loaded, tokenizer, prompts, gathered)
     offloaded = None if gathered else setup.offloaded(name, scorer.model.parameters)

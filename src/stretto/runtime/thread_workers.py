@@ -69,7 +69,7 @@ class ThreadWorkers:
         knobs, engines = config.schedule.knobs, config.rollout.engines
         factory = RoleFactory(config, say)
         rewards = factory.reward_models(prompts.tokenizer, overrides)
-        teachers = factory.teachers(overrides)
+        teachers = factory.teachers(overrides, prompts.tokenizer)
         models = trained_models(config, prompts, rewards[0], stack, say, overrides)
         actor, critic = models.actor, models.critic
         separate_weights: Callable[[nn.Module], nn.Module] = (

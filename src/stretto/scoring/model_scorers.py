@@ -39,6 +39,7 @@ from stretto.scoring.base_scorer import (
     warn,
 )
 from stretto.scoring.retokenise import ConversationReader, StablePrefix
+from stretto.tasks.encode import same_tokenizer
 from stretto.types import Response, sampled_of
 
 if TYPE_CHECKING:
@@ -292,9 +293,3 @@ class RewardModelScorer(ModelScorer):
         if self.same_tokenizer:
             return super()._tokens(response)
         return self._reading.tokens(response)
-
-
-def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers give the same ids: one vocabulary, applied the same way."""
-    probe = "Two tokenizers, 1234 words; naïve — “quotes”,\n\n\tand  spaces."
-    return a.get_vocab() == b.get_vocab() and a(probe)["input_ids"] == b(probe)["input_ids"]

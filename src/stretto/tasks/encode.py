@@ -416,3 +416,9 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     if "merges" in model:
         model["merges"] = [(a, b) for a, b in model["merges"] if not ({a, b, a + b} & names.keys())]
     return Tokenizer.from_str(json.dumps(state))
+
+
+def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers give the same ids: one vocabulary, applied the same way."""
+    probe = "Two tokenizers, 1234 words; naïve — “quotes”,\n\n\tand  spaces."
+    return a.get_vocab() == b.get_vocab() and a(probe)["input_ids"] == b(probe)["input_ids"]
