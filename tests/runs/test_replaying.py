@@ -32,7 +32,7 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
-from stretto.observe import RunDirectory
+from stretto.observe import RunDirectory, report
 from stretto.observe.display import Progress
 from stretto.runs import replaying
 from stretto.training.learner import PolicyLearner
@@ -201,6 +201,7 @@ def test_a_run_over_processes_is_replayed_on_threads(
         schedule=SCHEDULES[preset],
     )
     recorded, _ = run(config, tmp_path)
+    assert replaying.config_of_replay(read_flight(recorded.flight_file)[0]).runtime == "inline"
     assert_replayed(recorded, replayed(recorded))
 
 
@@ -217,7 +218,10 @@ def test_a_lost_role_is_lost_in_the_replay(tiny_folder: Path, tmp_path: Path) ->
     assert killer.done
     events = read_flight(recorded.flight_file)[0].events
     assert any(e.error and e.error[0] == "RoleLostError" for e in events)
-    assert_replayed(recorded, replayed(recorded))
+    replay = replayed(recorded)
+    assert_replayed(recorded, replay)
+    reported = report.load([recorded.path, replay.path])
+    assert [r.settings["runtime"] for r in reported] == ["local", "inline"]
 
 
 def test_ranks_that_divide_sums_are_replayed_by_ranks(tiny_folder: Path, tmp_path: Path) -> None:
@@ -401,6 +405,8 @@ def test_changes_that_no_branch_can_have_are_refused(tiny_folder: Path, tmp_path
         stretto.replay(recorded.path, training__lr=1e-4, progress=Progress())
     with raises(ConfigError, "branch-empty", "to=1"):
         branched(recorded, 1, to=1)
+    with raises(ConfigError, "branch-empty", "last of the run's 2 steps", "steps=3"):
+        branched(recorded, 2)
     with raises(ConfigError, "resumed-differs", "seed"):
         branched(recorded, 1, seed=5)
     for change in ({"algorithm__kl_coef": 0.0}, {"algorithm__name": "rloo"}):

@@ -66,6 +66,7 @@ def replay(
     legs = replaying.legs_of(segments, from_ or to)
     branch = changed(legs[-1].segment.config, changes)
     check_resumable(legs[-1].segment.config, branch, BRANCHABLE)
+    _check_left(from_, branch.steps)
     folder = Path(out) if out else recorded.path.absolute().parent
     kind = "branch" if from_ else "replay"
     target = RunDirectory.create(folder, f"{recorded.name}-{kind}", config)
@@ -96,4 +97,13 @@ def _check_branch(from_: int, to: int, changes: Mapping[str, Any]) -> None:
     if from_ and 0 < to <= from_:
         raise ConfigError(
             f"`to = {to}` is not after `from_ = {from_}`, where the branch starts", "branch-empty"
+        )
+
+
+def _check_left(from_: int, steps: int) -> None:
+    if steps <= from_:
+        raise ConfigError(
+            f"`from_ = {from_}` is the last of the run's {steps} steps, after which no step "
+            f"is left; name an earlier one, or more steps by `steps = {from_ + 1}`",
+            "branch-empty",
         )

@@ -234,12 +234,12 @@ class RunDirectory:
     def save_config(self, config: Section) -> None:
         files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
-    def save_machine(self, machine: Machine) -> None:
-        """Write the run's machine, and append this start or resumption."""
+    def save_machine(self, machine: Machine, **facts: str) -> None:
+        """Write the run's machine, and append this start or resumption, with more ``facts``."""
         starts = list[dict[str, Any]]()
         with suppress(StateError):  # no or damaged record of earlier starts
             starts = self.read_starts()
-        record = {**asdict(machine), "starts": [*starts, current_start()]}
+        record = {**asdict(machine), "starts": [*starts, current_start() | facts]}
         files.write_whole(self.machine_file, json.dumps(record, indent=2).encode())
 
     def add_to_machine(self, **measured: float) -> None:

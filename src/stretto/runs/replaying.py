@@ -16,7 +16,7 @@ from stretto.assembly.run_models import NO_OVERRIDES, Overrides
 from stretto.config import ClusterConfig, Config
 from stretto.config.cluster_config import GENERATOR
 from stretto.errors import StateError
-from stretto.machine import current_start
+from stretto.machine import Machine, current_start
 from stretto.models.backend import hardware, pick_device
 from stretto.observe import Progress, RunDirectory
 from stretto.observe.run_directory import TrainResult
@@ -93,7 +93,7 @@ def config_of_replay(segment: Segment) -> Config:
     copies = [role for role in numbered if not role.startswith(GENERATOR)]
     ranks = [config.pipeline.ranks, *(process.ranks for process in config.cluster.processes)]
     same_roles = bool(copies) == config.schedule.knobs.hosts_scorers(config.rollout.engines)
-    if same_roles and max(ranks) <= 1 and config.rollout.engine == "torch":
+    if same_roles and max(ranks) <= 1 and not config.rollout.capabilities.own_weights:
         changes |= {"runtime": "inline", "cluster": ClusterConfig()}
     return config.model_copy(update=changes)
 
@@ -127,6 +127,8 @@ def replay(
     result: TrainResult | None = None
     if run_dir.warmup.exists() and not overrides.warmup:
         overrides = replace(overrides, warmup=run_dir.warmup)
+    runtime = config_of_replay(legs[-1].segment).runtime
+    target.save_machine(Machine.here(), runtime=runtime)
     for leg in legs:
         target.save_config(leg.segment.config)  # for a resumption of the replay
         config = config_of_replay(leg.segment)

@@ -95,6 +95,9 @@ def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
     metrics = run.read_metrics()
     rollouts = run.read_rollouts()
     trace = run.trace.read()
+    starts = run.read_starts() if run.machine_file.is_file() else ()
+    if starts and "runtime" in starts[-1]:  # of a replay, next to the settings of its run
+        settings["runtime"] = starts[-1]["runtime"]
     checks = (
         (settings, "config.toml: its settings are not compared"),
         (metrics, "metrics.jsonl: it has no curves"),
@@ -112,7 +115,7 @@ def _load(folder: Path, name: str, begun: bool) -> LoadedRun:
         evaluations=run.read_evaluations(),
         samples=run.read_samples(),
         machine=str(run.read_machine()) if run.machine_file.is_file() else "",
-        starts=run.read_starts() if run.machine_file.is_file() else (),
+        starts=starts,
     )
 
 
