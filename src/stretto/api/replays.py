@@ -46,7 +46,6 @@ def replay(
         progress: display object. ``None`` is ``observe.progress``.
         changes: as in :func:`train`, for settings in :data:`BRANCHABLE`.
     """
-    _check_branch(from_, to, changes)
     recorded = RunDirectory.open(run)
     from stretto.workers.flight import read_flight
 
@@ -65,8 +64,8 @@ def replay(
         from stretto.runs import replaying
     legs = replaying.legs_of(segments, from_ or to)
     branch = changed(legs[-1].segment.config, changes)
+    _check_branch(from_, to, changes, branch.steps)
     check_resumable(legs[-1].segment.config, branch, BRANCHABLE)
-    _check_left(from_, branch.steps)
     folder = Path(out) if out else recorded.path.absolute().parent
     kind = "branch" if from_ else "replay"
     target = RunDirectory.create(folder, f"{recorded.name}-{kind}", config)
@@ -87,7 +86,7 @@ def replay(
     return result
 
 
-def _check_branch(from_: int, to: int, changes: Mapping[str, Any]) -> None:
+def _check_branch(from_: int, to: int, changes: Mapping[str, Any], steps: int) -> None:
     if changes and not from_:
         raise ConfigError(
             "a replay has the settings of its run; name the step after which "
@@ -98,9 +97,6 @@ def _check_branch(from_: int, to: int, changes: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`to = {to}` is not after `from_ = {from_}`, where the branch starts", "branch-empty"
         )
-
-
-def _check_left(from_: int, steps: int) -> None:
     if steps <= from_:
         raise ConfigError(
             f"`from_ = {from_}` is the last of the run's {steps} steps, after which no step "
