@@ -19,8 +19,8 @@ from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recip
 from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.evaluation.episode_generation import Tools
-from stretto.evaluation.generation import with_dtype
 from stretto.interfaces import in_python
+from stretto.models.backend import with_dtype
 from stretto.models.forward import positions
 from stretto.models.load import load_tokenizer
 from stretto.models.lora import trained_tensors
@@ -225,7 +225,7 @@ def open_policy(
     run, settings = _run_with_policies(name, follow=follow) or (None, None)
     model = _checked_model(name, settings, dtype=dtype, device=device)
     engine_of(rollout).check()
-    model = with_dtype(model)
+    model = with_dtype(model, on_stderr)
     prepare_torch(seed, 0)
     tokenizer = load_tokenizer(resolve(model.name, silent), model.trust_remote_code, on_stderr)
     actor_device = "cpu" if rollout.capabilities.own_weights else model.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -12,6 +12,7 @@ from stretto.config import changes as merge
 from stretto.errors import ConfigError
 from stretto.interfaces import in_python
 from stretto.machine import usable_gpus
+from stretto.saying import Say
 
 S = TypeVar("S", bound=Section)
 R = TypeVar("R", Config, SftConfig, RewardModelConfig)
@@ -88,13 +89,13 @@ def config_of(settings: Settings) -> Config:
     return settings if isinstance(settings, Config) else recipes.load(settings)
 
 
-def settled(config: R, say: Callable[[str], object]) -> R:
+def settled(config: R, say: Say) -> R:
     """Return a run's settings with open ones resolved for this machine. Report the reasons.
 
     These are ``model.dtype``, and on GPUs ``rollout.engine`` and the choices of the memory plan.
     They are saved with the run, so that a resumed or repeated run has the same.
     """
-    from stretto.models.backend import fastest_dtype, pick_device
+    from stretto.models.backend import pick_device, with_dtype
 
     cluster_gpus = _cluster_gpus(config) if isinstance(config, Config) else None
     elsewhere = bool(cluster_gpus) and not usable_gpus()  # for example on a cluster's head node
@@ -103,10 +104,8 @@ def settled(config: R, say: Callable[[str], object]) -> R:
         say("model.dtype = auto takes bfloat16: the run works on GPUs of other machines")
         config = config.changed_in("model", dtype="bfloat16")
     if config.model.dtype == "auto":
-        dtype, because = fastest_dtype(device, config.threads)
-        name = str(dtype).removeprefix("torch.")
-        say(f"model.dtype = auto takes {name}: {because}")
-        config = config.changed_in("model", dtype=name)
+        model = with_dtype(config.model, say, config.threads)
+        config = config.model_copy(update={"model": model})
     if isinstance(config, Config) and any(p.ranks > 1 for p in config.cluster.processes):
         from stretto.planner.choices import with_layouts
         from stretto.planner.fitting import GPU_BYTES

@@ -15,7 +15,7 @@ from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
 from stretto.evaluation.episode_generation import FinishedEpisode, Tools
-from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
+from stretto.models.backend import pick_device, pick_dtype, with_dtype
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
@@ -112,7 +112,7 @@ def generate(
         if tools and environment:
             longest += environment.max_observation_tokens  # most that an opening may add
         task = task.model_copy(update={"max_prompt_tokens": longest})
-        config = with_dtype(config) if overrides.actor is None else config
+        config = with_dtype(config, on_stderr) if overrides.actor is None else config
         settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
         engine, _ = open_engine(settings, tokenizer, overrides)
         if tools:
@@ -122,17 +122,6 @@ def generate(
             assert r.finish
             text = response_text(tokenizer, r.tokens, r.finish, options.stop)
             yield Answer(r.id, text, len(r), r.finish)
-
-
-def with_dtype(config: ModelConfig) -> ModelConfig:
-    """Decide ``model.dtype = auto`` for this machine, and report the reason."""
-    if config.dtype != "auto":
-        return config
-    with working(on_stderr, "trying which type is faster"):
-        dtype, reason = fastest_dtype(pick_device(config.device))
-    kind = str(dtype).removeprefix("torch.")
-    on_stderr(f"computing in {kind}: {reason}; `model.dtype` takes another")
-    return config.model_copy(update={"dtype": kind})
 
 
 def _of_episode(episode: FinishedEpisode) -> Answer:

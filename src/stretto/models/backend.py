@@ -11,10 +11,12 @@ import sys
 from typing import TYPE_CHECKING, Literal
 
 from stretto.errors import ConfigError
+from stretto.saying import Say, working
 
 if TYPE_CHECKING:
     import torch
 
+    from stretto.config import ModelConfig
     from stretto.models.devices import Backend
 
 _TRIM_THRESHOLD = -1
@@ -96,6 +98,19 @@ def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.devic
     if name == "auto":
         return fastest_dtype(device)[0]
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def with_dtype(config: ModelConfig, say: Say, threads: int = 0) -> ModelConfig:
+    """Decide ``model.dtype = auto`` for this machine and number of threads (0: torch's default),
+    and report the reason.
+    """
+    if config.dtype != "auto":
+        return config
+    with working(say, "trying which type is faster"):
+        dtype, because = fastest_dtype(pick_device(config.device), threads)
+    name = str(dtype).removeprefix("torch.")
+    say(f"model.dtype = auto takes {name}: {because}")
+    return config.model_copy(update={"dtype": name})
 
 
 def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, str]:
