@@ -134,6 +134,9 @@ def test_teachers_are_roles_and_take_memory(
     run_dir, _ = run(config, tmp_path)
     cluster = Recording.read(run_dir.path).cluster()
     assert {s.name: s.kind for s in cluster.scorers} == dict.fromkeys(roles, "logprobs")
+    first, second = (s.prompts for s in cluster.scorers)
+    assert (first[0], first[1], second[1]) == (0.0, second[0], 1.0)
+    assert first[1] == pytest.approx(0.5, abs=0.2)  # by tokens
 
 
 @pytest.mark.parametrize(

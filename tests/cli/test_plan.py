@@ -80,6 +80,26 @@ def test_what_the_algorithm_leaves_out_is_not_planned_for() -> None:
     assert spec.workload.samples_per_prompt == 8
 
 
+def test_teachers_are_planned_for_by_their_rows(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"{i}", "of": "sums" if i % 4 else "words"}) for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    teachers = {"words": "org/words", "sums": "org/sums"}
+    taught = {"algorithm": {"name": "distill", "teachers": teachers}, "reward": {"sources": []}}
+    config = changes.changed(PPO, taught, "a test")
+    spec, assumed = spec_of(config, asked(8))
+    assert [(t.name, t.share) for t in spec.models.teachers] == [
+        ("teacher-words", 0.5),
+        ("teacher-sums", 0.5),
+    ]
+    assert any("each of 2 teachers" in line for line in assumed)
+    file = str(tmp_path / "rows.jsonl")
+    rows = {"kind": "dataset", "name": file, "columns": {"teacher": "of"}}
+    spec, assumed = spec_of(changes.changed(config, {"task": rows}, "a test"), asked(8))
+    assert [t.share for t in spec.models.teachers] == [0.25, 0.75]
+    assert spec.models.frozen == (shape_of("qwen2.5-3b"),) * 2
+    assert not any("each of" in line for line in assumed)
+
+
 def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
     spec, _ = spec_of(PPO, asked(8, model_shape="llama-3.1-8b", reward_shape="qwen2.5-0.5b"))
     assert spec.models.actor == shape_of("llama-3.1-8b")

@@ -15,6 +15,7 @@ from stretto.planner import memory_model
 from stretto.planner.candidates import (
     Candidate,
     PlanSpec,
+    candidates,
     cluster_of,
     cost_of_generator,
     cost_of_learner,
@@ -23,9 +24,10 @@ from stretto.planner.candidates import (
     swap_s,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.run_layout import ModelShapes, RunLayout, Sharing
+from stretto.planner.plan_search import ROUNDS, WARM, Bounds, result_of
+from stretto.planner.run_layout import ModelShapes, RunLayout, Sharing, TeacherShape
 from stretto.runtime.sim.cluster import Workload
-from stretto.runtime.sim.costs import Efficiency, SampleCost
+from stretto.runtime.sim.costs import Efficiency, PrefillCost, SampleCost
 from stretto.runtime.sim.lengths import Uniform
 from stretto.runtime.sim.simulate import simulate
 
@@ -170,6 +172,29 @@ def test_runs_without_critic_or_reward_model() -> None:
     alone = cost_of_learner(spec, layout("none")).token_s
     assert both / 2 < alone < both * 0.55  # the critic has no output layer to speak of
     assert len(simulate(cluster).steps) == 4
+
+
+def test_several_teachers_divide_the_prompts_and_all_take_memory() -> None:
+    small = shape_of("qwen2.5-0.5b")
+    teachers = TeacherShape("teacher-a", QWEN, 0.25), TeacherShape("teacher-b", small, 0.75)
+    spec = replace(SPEC, models=ModelShapes(QWEN, teachers=teachers))
+    place = layout("none")
+    a, b = cluster_of(spec, plan(place)).scorers
+    assert (a.name, a.kind, a.prompts) == ("teacher-a", "logprobs", (0.0, 0.25))
+    assert (b.name, b.kind, b.prompts) == ("teacher-b", "logprobs", (0.25, 1.0))
+    assert isinstance(a.cost, PrefillCost)
+    assert isinstance(b.cost, PrefillCost)
+    assert a.cost.token_s > b.cost.token_s
+    memory = memory_by_phase(spec, plan(place, ScheduleConfig(preset="oppo")))["scoring"]
+    assert memory["frozen"] == sum(memory_model.weight_bytes(s, 1) for s in (QWEN, small))
+    cached = [memory_model.cache_bytes(s, 1) for s in (QWEN, small)]
+    tokens = spec.in_flight(ScheduleConfig(preset="oppo")) * spec.mean_tokens / 4
+    streamed = tokens * (0.25 * cached[0] + 0.75 * cached[1])
+    assert memory["responses that stream"] == pytest.approx(streamed)
+    found = list(candidates(replace(spec, gpus=4, variants={"sync": SYNC})))
+    bounds = Bounds(spec, WARM, ROUNDS)
+    for candidate in found[::5]:
+        assert bounds.of(candidate) <= result_of(spec, candidate).step_s
 
 
 def test_no_room_for_keys_and_values() -> None:

@@ -699,6 +699,41 @@ def test_padded_scoring_takes_the_longest_of_each_few(
     assert found == [(name, pytest.approx(seconds), n) for name, seconds, n in expected]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "share", "expected"), [((0.0, 0.5), 0.5, [2, 4, 5]), ((0.5, 1.0), 0.5, [1, 3])]
+)
+def test_of_several_teachers_each_reads_the_responses_to_its_own_prompts(
+    prompts: tuple[float, float], share: float, expected: Sequence[int]
+) -> None:
+    """Multiples of the golden ratio: 0.62, 0.24, 0.85, 0.47, 0.09."""
+
+    async def body(spans: Spans) -> Any:
+        cost = PrefillCost(call_s=1.0, token_s=0.1)
+        s = make_scorer(spans, cost, "teacher-a", kind="logprobs", prompts=prompts)
+        assert s._role.share == share
+        await s.admit(told([rollout(i) for i in range(1, 6)]))
+        await s.extend([chunk(i, 0, 10, STOP) for i in range(1, 6)])
+        scores = await s.finish([1, 2, 3, 4, 5])
+        return [len(x.values) for x in scores], [
+            (x.name, x.end_s - x.start_s, x.attributes["rollouts"]) for x in spans.records
+        ]
+
+    lengths, spans = virtually(body)
+    assert lengths == [10 * (i in expected) for i in range(1, 6)]
+    assert spans[0] == ("prefill", pytest.approx(1 + 2 * len(expected)), expected)
+
+
+def test_a_teacher_of_no_prompt_in_a_call_takes_no_time() -> None:
+    async def body(spans: Spans) -> Any:
+        s = make_scorer(spans, PrefillCost(call_s=1.0), "teacher-a", prompts=(0.5, 1.0))
+        await s.admit(told([rollout(2)]))
+        await s.extend([chunk(2, 0, 10, STOP)])
+        await s.finish([2])
+        return spans.records
+
+    assert not virtually(body)
+
+
 def test_a_function_costs_by_responses() -> None:
     async def body(spans: Spans) -> Any:
         s = make_scorer(spans, SampleCost(call_s=2.0, sample_s=0.5), "task")

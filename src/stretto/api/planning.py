@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +12,10 @@ import tomli_w
 from pydantic import Field
 from tyro.conf import arg
 
+from stretto import tasks
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
+from stretto.assembly.teachers import teacher_shares
 from stretto.bounds import ceil_div, checked, kinds
 from stretto.checks.user_functions import check_algorithm
 from stretto.config import Config, ScheduleConfig, changes, recipes
@@ -31,7 +33,7 @@ from stretto.errors import ConfigError, ModelError
 from stretto.layout import Layout
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import GPUS, Hardware, read_hardware
-from stretto.planner.run_layout import ModelShapes
+from stretto.planner.run_layout import ModelShapes, TeacherShape
 from stretto.saying import Say, silent, working
 from stretto.types import short_name
 
@@ -305,13 +307,22 @@ def _models(config: Config, options: PlanOptions, assumed: list[str]) -> ModelSh
         init_shapes = {"actor": actor.valued(), "reward": reward or actor.valued()}
         critic = init_shapes.get(init) or _shape(init).valued()
     reference = actor if config.algorithm.has_reference else None
-    if teachers := [*config.algorithm.teacher_models.values()]:
-        reference = _shape(teachers[0]) if Path(teachers[0]).is_dir() else actor
-        if reference is actor:
-            assumed.append(f"the teacher '{teachers[0]}' has the actor's size")
-        if len(teachers) > 1:
-            assumed.append(f"of {len(teachers)} teachers only '{teachers[0]}' is planned for")
-    return ModelShapes(actor, critic, reference, reward)
+    teachers = tuple(_teachers(config, actor, assumed))
+    return ModelShapes(actor, critic, reference, reward, teachers)
+
+
+def _teachers(config: Config, actor: Shape, assumed: list[str]) -> Iterator[TeacherShape]:
+    models, task = config.algorithm.teacher_models, config.task
+    shares = dict.fromkeys(models, 1 / max(len(models), 1))
+    if len(models) > 1 and task.kind == "dataset" and Path(task.name).expanduser().exists():
+        shares = teacher_shares(tasks.load(task, config.seed), config.algorithm)
+    elif len(models) > 1:
+        assumed.append(f"each of {len(models)} teachers reads as many responses as the others")
+    for name, model in models.items():
+        shape = _shape(model) if Path(model).is_dir() else actor
+        if shape is actor:
+            assumed.append(f"the teacher '{model}' has the actor's size")
+        yield TeacherShape(name, shape, shares[name])
 
 
 def _shape(name: str) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,15 @@ def check_teachers(task: Task, algorithm: AlgorithmConfig) -> None:
                 f"{nearest(name, algorithm.teachers)}",
                 "row-of-unknown-teacher",
             )
+
+
+def teacher_shares(task: Task, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Return the share of a task's prompts for each of several teachers, by their scorers' names.
+    Raises TaskError as :func:`check_teachers` does.
+    """
+    check_teachers(task, algorithm)
+    counts = Counter(f"{TEACHER}-{task.row(index).data[TEACHER]}" for index in task.indices)
+    return {name: counts[name] / counts.total() for name in algorithm.teacher_models}
 
 
 def reads_tokens(

@@ -16,7 +16,14 @@ from stretto.planner import formulas, memory_model
 from stretto.planner.hardware import Hardware
 from stretto.planner.memory_model import Parts
 from stretto.planner.run_layout import ModelShapes, RunLayout
-from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
+from stretto.runtime.sim.cluster import (
+    Cluster,
+    GeneratorRole,
+    LearnerRole,
+    ScorerRole,
+    Workload,
+    divided_prompts,
+)
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
 from stretto.types import ScoreKind
 
@@ -118,7 +125,11 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     if candidate.schedule.knobs.streams:
         tensor, copies = layout.scorer.tp, layout.scorer.dp
         tokens = rows * spec.mean_tokens / copies
-        streams = tokens * sum(memory_model.cache_bytes(shape, tensor) for shape in models.scoring)
+        readers = [(shape, 1.0) for shape in models.scoring]
+        readers += [(teacher.shape, teacher.share - 1.0) for teacher in models.teachers]
+        streams = tokens * sum(
+            share * memory_model.cache_bytes(shape, tensor) for shape, share in readers
+        )
         phases["scoring"] = {**phases["scoring"], "responses that stream": streams}
     return phases
 
@@ -338,10 +349,12 @@ def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[Scor
     """Return the scoring models. Each generator on shared devices has its own copies."""
     models, devices = spec.models, layout.devices["scorers"]
     hosted = layout.sharing in ("all", "generators")
+    prompts = divided_prompts({teacher.name: teacher.share for teacher in models.teachers})
     roles: list[tuple[str, ScoreKind, Shape | None, Layout]] = [
         ("reward", "reward", models.reward, layout.scorer),
         ("reference", "logprobs", models.reference, layout.scorer),
         ("critic", "values", models.critic, layout.critic),
+        *((t.name, "logprobs", t.shape, layout.scorer) for t in models.teachers),
     ]
     count = engines if hosted else 1
     per_copy = len(devices) // count
@@ -364,6 +377,7 @@ def scorers_of(spec: PlanSpec, layout: RunLayout, engines: int = 1) -> list[Scor
             follows="critic" if name == "critic" else "",
             load_s=critic_load_s if name == "critic" else 0.0,
             host=i if hosted else None,
+            prompts=prompts.get(name, (0.0, 1.0)),
         )
         for name, kind, shape, on in roles
         if shape is not None

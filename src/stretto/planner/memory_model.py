@@ -402,8 +402,8 @@ def _devices(
     score = partial(on["scorers"].put_inference, "frozen", tokens=tokens)
     if models.reward:
         score(shape=models.reward, layout=layout.scorer, rests=layout.offload)
-    if models.reference:
-        score(shape=models.reference, layout=layout.scorer, rests=layout.offload, logits=True)
+    for shape in models.with_logits:
+        score(shape=shape, layout=layout.scorer, rests=layout.offload, logits=True)
     if models.critic and not layout.lends_critic:
         sender = learner if layout.sharing == "none" else None
         score(shape=models.critic, layout=layout.critic, learner=sender)

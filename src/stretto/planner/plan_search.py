@@ -149,10 +149,14 @@ class Bounds:
         )
 
     def _scorers_of(self, layout: RunLayout) -> tuple[float, float]:
-        """Return the seconds per token of all scorers in turn, and the seconds to load weights."""
+        """Return the seconds per token of all scorers in turn, and the seconds to load weights. Of
+        teachers, the fastest one counts for all prompts.
+        """
         scorers = scorers_of(self._spec, layout)
-        costs = [scorer.cost for scorer in scorers if isinstance(scorer.cost, PrefillCost)]
-        return sum(cost.token_s for cost in costs), sum(scorer.load_s for scorer in scorers)
+        costs = [(s, s.cost.token_s) for s in scorers if isinstance(s.cost, PrefillCost)]
+        teachers_s = [token_s for scorer, token_s in costs if scorer.share < 1.0]
+        token_s = sum(token_s for scorer, token_s in costs if scorer.share == 1.0)
+        return token_s + min(teachers_s, default=0.0), sum(scorer.load_s for scorer in scorers)
 
 
 WITHIN = 0.01

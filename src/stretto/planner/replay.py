@@ -24,7 +24,14 @@ from stretto.observe.trace import Trace
 from stretto.planner.calibration import Calibration, calibrate, role_of
 from stretto.planner.memory_model import SYNC
 from stretto.protocols import DRIVER
-from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
+from stretto.runtime.sim.cluster import (
+    Cluster,
+    GeneratorRole,
+    LearnerRole,
+    ScorerRole,
+    Workload,
+    divided_prompts,
+)
 from stretto.runtime.sim.costs import SampleCost, SimSpeculation
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
@@ -235,14 +242,25 @@ class Recording:
     ) -> Iterator[ScorerRole]:
         budget = self.config.training.microbatch_tokens or CPU_TOKEN_BUDGET
         worthwhile = worthwhile_tokens(budget, streaming=self.config.schedule.knobs.streams)
+        prompts = self._prompts()
         for name, cost in costs.scorers.items():
             common: dict[str, Any] = {"name": name, "kind": self._kinds.get(name, "reward")}
             common |= {"cost": cost, "load_s": costs.loads_s.get(name, 0.0)}
             if not isinstance(cost, SampleCost):
                 common["follows"] = "critic" if name == "critic" else ""
                 common["worthwhile_tokens"] = worthwhile
+            if name in prompts:
+                common["prompts"] = prompts[name]
             for replica in roles.get(name, roles[FUNCTION]):
                 yield ScorerRole(**common, **replica._asdict())
+
+    def _prompts(self) -> dict[str, tuple[float, float]]:
+        """Return the part of the prompts that each of several teachers reads, by its tokens."""
+        read = dict.fromkeys(self.config.algorithm.teacher_models, 0.0)
+        for span in self.spans:
+            if (name := role_of(span)) in read:
+                read[name] += span.attributes.get("tokens", 0)
+        return divided_prompts(read)
 
     @property
     def _kinds(self) -> dict[str, ScoreKind]:

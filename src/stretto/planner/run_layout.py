@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stretto.errors import ConfigError
 from stretto.layout import Layout
@@ -12,14 +12,23 @@ from stretto.models.shapes import Shape
 from stretto.planner.hardware import Links
 
 
+class TeacherShape(NamedTuple):
+    """A teacher by the name of its scorer, and the share of the prompts that it teaches."""
+
+    name: str
+    shape: Shape
+    share: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """Shapes of the actor and of the other models that a run has. A teacher is the reference."""
+    """Shapes of the actor and of the other models that a run has."""
 
     actor: Shape
     critic: Shape | None = None
     reference: Shape | None = None
     reward: Shape | None = None
+    teachers: tuple[TeacherShape, ...] = ()
 
     @classmethod
     def of_one_size(cls, shape: Shape) -> ModelShapes:
@@ -31,7 +40,13 @@ class ModelShapes:
 
     @property
     def frozen(self) -> tuple[Shape, ...]:
-        return tuple(shape for shape in (self.reference, self.reward) if shape is not None)
+        return tuple(shape for shape in (*self.with_logits, self.reward) if shape is not None)
+
+    @property
+    def with_logits(self) -> tuple[Shape, ...]:
+        """Frozen models that score with log-probabilities."""
+        teachers = [teacher.shape for teacher in self.teachers]
+        return (*teachers, self.reference) if self.reference else (*teachers,)
 
     @property
     def scoring(self) -> tuple[Shape, ...]:

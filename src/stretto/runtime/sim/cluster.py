@@ -8,6 +8,7 @@ role's work is given in numbers, or by a model, a kind of GPU and an assumed eff
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ from pydantic import Field, model_validator
 from stretto.assembly.controllers import Migrating
 from stretto.config import ScheduleConfig, recipes
 from stretto.config.sections import (
+    Fraction,
     NonNegative,
     NonNegativeInt,
     PositiveInt,
@@ -38,6 +40,7 @@ from stretto.types import Sampling, ScoreKind
 Devices = tuple[NonNegativeInt, ...]
 C = TypeVar("C")
 
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly over the unit interval
 _QUANTILES = 200  # to compute the mean of a distribution
 RISE = 0.25
 """Relative slowdown of a decode step from which a generator's batch counts as too large."""
@@ -117,6 +120,19 @@ class ScorerRole(_Role):
     """Seconds to load a version of the weights."""
     host: NonNegativeInt | None = None
     """The generator whose devices it shares."""
+    prompts: tuple[Fraction, Fraction] = (0.0, 1.0)
+    """The part of the prompts whose responses it reads: of two teachers [0.0, 0.3] and [0.3, 1.0].
+    """
+
+    @property
+    def share(self) -> float:
+        low, high = self.prompts
+        return high - low
+
+    def reads(self, prompt_id: int) -> bool:
+        """Return whether it reads the responses to a prompt, as spread evenly over the ids."""
+        low, high = self.prompts
+        return low <= prompt_id * _GOLDEN % 1.0 < high
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -124,6 +140,13 @@ class ScorerRole(_Role):
             raise RuleError(f"scorer '{self.name}' is a model and needs devices; name them")
         self._require(self.model, self.cost, self.devices)
         return self
+
+
+def divided_prompts(shares: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Divide the prompts among scorers by name in proportion to their shares."""
+    ends = [*accumulate(shares.values())]
+    parts = pairwise([0.0, *(end / (ends[-1] or 1.0) for end in ends)])
+    return dict(zip(shares, parts, strict=True))
 
 
 class LearnerRole(_Role):
@@ -297,7 +320,7 @@ class Cluster(Section):
         fit = cost.decode.rows_within((1 + RISE) * cost.decode.seconds(0, 0, 1), longest / 2)
         best = max(int(fit), 1) if fit < inf else 0
         scoring_s = sum(
-            _token_s(scorer.cost, longest)
+            scorer.share * _token_s(scorer.cost, longest)
             for scorer in self.scorers
             if scorer.host == 0 and isinstance(scorer.cost, costs.PrefillCost)
         )

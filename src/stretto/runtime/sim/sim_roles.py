@@ -33,13 +33,16 @@ _NUMBERS.flags.writeable = False
 
 @dataclass(slots=True)
 class PendingRollout:
-    """A rollout at a scorer: its tokens, how many are prefilled (``cached``), and ``sampled``."""
+    """A rollout at a scorer: its tokens, how many are prefilled (``cached``), and ``sampled``. A
+    teacher does not read those of other teachers' prompts.
+    """
 
     prompt: int
     tokens: int
     sampled: int
     version: int
     ended: bool
+    reads: bool
     cached: int = 0
 
 
@@ -76,7 +79,8 @@ class SimScorer:
             for r in responses:
                 sampled_tokens = len(r) if r.sampled is None else int(r.sampled.sum())
                 sizes = len(r.prompt.tokens), len(r), sampled_tokens
-                self._pending[r.id] = PendingRollout(*sizes, r.version, _has_ended(r.finish))
+                reads = self._role.reads(r.prompt.id)
+                self._pending[r.id] = PendingRollout(*sizes, r.version, _has_ended(r.finish), reads)
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         ids = list(dict.fromkeys(c.rollout_id for c in chunks))
@@ -129,12 +133,14 @@ class SimScorer:
 
     async def _work(self, name: str, rollout_ids: Sequence[int]) -> None:
         new = []
-        for id_ in rollout_ids:
+        ids = [id_ for id_ in rollout_ids if self._pending[id_].reads]
+        if not ids:
+            return
+        for id_ in ids:
             entry = self._pending[id_]
             total = entry.prompt + entry.tokens
             new.append(total - entry.cached)
             entry.cached = total
-        ids = list(rollout_ids)
         if isinstance(self._cost, PrefillCost):
             passes = self._passes(new)
             seconds = sum(map(self._cost.seconds, passes))
@@ -152,7 +158,7 @@ class SimScorer:
         if self.info.kind == "reward":
             values = np.array([self._reward(rollout_id, entry.version)], np.float32)
         else:
-            values = _NUMBERS[: entry.sampled]
+            values = _NUMBERS[: entry.sampled if entry.reads else 0]
         return Score(rollout_id, self.name, self.info.kind, values)
 
 
