@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from engine_helpers import GROUPED, from_config
+from engine_helpers import GROUPED, from_config, with_adapters
 from stretto.config import RolloutConfig
 from stretto.models.attention import use_short_attention
 from stretto.models.cached import SlotCache
@@ -77,3 +77,62 @@ def test_other_attention_and_other_families_keep_their_layers(config: Any, atten
     if attention:
         model.set_attn_implementation(attention)
     assert not DecodeLayers(model).layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_with_adapters_have_the_same_bits(dtype: torch.dtype) -> None:
+    """They run in Python, as their products are not plain."""
+    model = from_config(FAMILIES["Qwen3DecoderLayer"]).to(dtype)
+    use_short_attention(model)
+    adapted = with_adapters(model)
+    assert torch.equal(logits(adapted, replaced=True), logits(adapted, replaced=False))
+
+
+def test_layers_run_in_python_if_torch_cannot_script_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = from_config(FAMILIES["LlamaDecoderLayer"])
+    use_short_attention(model)
+    scripted = logits(model, replaced=True)
+    monkeypatch.setattr("stretto.models.decoder_layers._scripted", lambda: None)
+    assert torch.equal(logits(model, replaced=True), scripted)
+
+
+def test_transposed_slots_are_as_long_as_the_longest_row_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stretto.models.cached.cpu_has_bfloat16", lambda: True)
+    model = from_config(FAMILIES["LlamaDecoderLayer"]).to(torch.bfloat16)
+    use_short_attention(model)
+    own = ModelPass(model, SlotCache(3), RolloutConfig())
+    cache = own.cache
+    cache.reserve(60)
+
+    def length() -> int:
+        return cache._keys[0].shape[2]
+
+    draws = torch.Generator().manual_seed(0)
+    rows = [torch.randint(90, (n,), generator=draws).tolist() for n in (60, 5, 3)]
+    lengths = []
+    with torch.inference_mode():
+        own.prefill([1, 2], [0, 0], rows[1:])
+        lengths.append(length())
+        own.prefill([0], [0], [rows[0][:20]])
+        own.prefill([0], [20], [rows[0][20:31]])
+        lengths.append(length())  # 31 positions and the one for padding
+        kept = cache.take(0, 31, 0)
+        own.prefill([0, 1], [31, 5], [rows[0][31:], [7]])
+        lengths.append(length())  # never beyond the capacity of 64, and padding
+        ids, at = torch.tensor([[4], [5], [6]]), torch.tensor([[60], [6], [3]])
+        got = own.logits(ids, at, 61)
+        cache.trim(7)
+        lengths.append(length())
+        cache.put(0, kept, torch.device("cpu"))
+        lengths.append(length())
+        moved = own.logits(torch.tensor([[rows[0][31]]]), torch.tensor([[31]]), 32)
+        lengths.append(length())
+        plain = [
+            model(torch.tensor([row])).logits[0, -1].float()
+            for row in ([*rows[0], 4], [*rows[1], 7, 5], [*rows[2], 6], rows[0][:32])
+        ]
+    assert lengths == [32, 32, 64, 32, 32, 64]
+    for found, expected in zip([*got[:, 0], *moved[:, 0]], plain, strict=True):
+        assert torch.allclose(found, expected, rtol=0.05, atol=0.1)

@@ -171,7 +171,7 @@ def _packed(
 
 
 def attend_from_last(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, few: int = FEW
 ) -> Tensor:
     """Attend from the last tokens [b, g r, L, d] of sequences to keys [b, g, K, d] without copies
     of keys and values. Uses products if keys are transposed in memory, which takes an additive
@@ -180,9 +180,9 @@ def attend_from_last(
     length, d = query.shape[2:]
     laid = query.reshape(len(query), key.shape[1], -1, d)
     r = laid.shape[2] // length
-    if key.stride(3) != 1 and length <= FEW:
+    if key.stride(3) != 1 and length <= few:
         scores = torch.bmm((laid * scale).flatten(0, 1), key.transpose(2, 3).flatten(0, 1))
-        scores.view(*laid.shape[:2], r, length, -1).add_(mask[:, :, None])
+        scores.view(len(query), key.shape[1], r, length, -1).add_(mask[:, :, None])
         return torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1)).view(query.shape)
     if key.stride(3) != 1:
         key = key.contiguous()

@@ -78,7 +78,7 @@ class CachedPass:
         steps = torch.arange(width, device=self.device)
         at = torch.tensor(starts, device=self.device)[:, None] + steps
         if not any(starts):
-            self.cache.aim(index, None, 0)
+            self.cache.aim(index, None, self.reach(width))
             return self._hidden(ids, at, None)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         padding = steps >= lengths[:, None]
@@ -88,11 +88,11 @@ class CachedPass:
         return self._hidden(ids, at, self._masks(at, read))
 
     def reach(self, read: int) -> int:
-        """Return the key positions to read: complete blocks, if attention works in blocks or needs
-        a new kernel for each number of keys.
+        """Return the key positions to read: complete slots if products read them, and complete
+        blocks if attention works in blocks.
         """
         if self.cache.transposed:
-            return ceil_div(read, KERNEL_GRAIN) * KERNEL_GRAIN
+            return self.cache.length_for(read)
         return _grained(read) if self.by_rows else read
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
@@ -299,14 +299,16 @@ class RowCache:
 
 class SlotCache(Cache):
     """Keys and values of every layer, [S, h, C + 1, d] each, allocated at first use. The last
-    position of a slot is scratch for padding, and never read. ``moves`` counts reallocations. If
-    ``transposed``, the memory of keys is laid out as [S, h, d, C + 1], which products read fastest.
+    position of a slot is scratch for padding, and never attended to. ``moves`` counts
+    reallocations. If ``transposed``, the memory of keys is laid out as [S, h, d, C + 1], which
+    products read fastest, and slots are as long as the longest row, as products copy parts first.
     """
 
     def __init__(self, slots: int) -> None:
         super().__init__(layers=[])
         self.slots = slots
         self.capacity = 0
+        self._length = 1
         self.moves = 0
         self.transposed = False
         self._keys: list[Tensor] = []
@@ -319,27 +321,42 @@ class SlotCache(Cache):
     def reserve(self, positions: int) -> None:
         """Make every slot hold at least ``positions`` tokens, keeping the contents."""
         if positions > self.capacity:
-            self._grow(self.slots, _grained(positions))
+            self.capacity = _grained(positions)
+            if not self.transposed:
+                self._resize(self.slots, self.capacity + 1)
+
+    def length_for(self, positions: int) -> int:
+        """Return the length of transposed slots for so many tokens, with their scratch position."""
+        return min(ceil_div(positions + 1, KERNEL_GRAIN) * KERNEL_GRAIN, self.capacity + 1)
+
+    def trim(self, positions: int) -> None:
+        """Shorten transposed slots if the longest row has so many tokens."""
+        self._fit(min(self.length_for(positions), self._length))
+
+    def _fit(self, length: int) -> None:
+        if self.transposed and length != self._length:
+            self._resize(self.slots, length)
 
     def hold(self, rows: int, most: int) -> None:
         """Provide at least ``rows`` slots, limited by ``most``, keeping the contents."""
         if rows > self.slots:
-            self._grow(min(most, max(rows, self.slots * 3 // 2)), self.capacity)
+            self._resize(min(most, max(rows, self.slots * 3 // 2)), self._length)
 
-    def _grow(self, slots: int, capacity: int) -> None:
-        self.slots, self.capacity = slots, capacity
+    def _resize(self, slots: int, length: int) -> None:
+        self.slots, self._length = slots, length
         self.moves += 1
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
                 store[layer] = self._zeros(store, old, old.device)
-                store[layer][: len(old), :, : old.shape[2] - 1] = old[:, :, :-1]
+                kept = min(old.shape[2], length) - 1
+                store[layer][: len(old), :, :kept] = old[:, :, :kept]
 
     def _zeros(self, store: list[Tensor], like: Tensor, device: torch.device) -> Tensor:
         """Return zeros for a layer of a store, with the heads and the type of a tensor [..., h, c,
         d].
         """
         heads, _, size = like.shape[-3:]
-        shape = self.slots, heads, self.capacity + 1, size
+        shape = self.slots, heads, self._length, size
         if self.transposed and store is self._keys:
             return like.new_zeros(*shape[:2], size, shape[2], device=device).transpose(2, 3)
         return like.new_zeros(shape, device=device)
@@ -358,6 +375,7 @@ class SlotCache(Cache):
                 starts at position 0 (attention is then within the pass).
             read: attend to positions up to this one, exclusive.
         """
+        self._fit(max(read, self._length))
         self._rows = rows
         self._positions = positions
         self._read = read
@@ -365,6 +383,7 @@ class SlotCache(Cache):
             if isinstance(rows, slice):
                 rows = torch.arange(rows.start, rows.stop, device=positions.device)
             self._index = rows[:, None]
+            self._positions = positions.clamp_max(self._length - 1)  # scratch
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -383,6 +402,17 @@ class SlotCache(Cache):
         values[self._index, :, at] = value_states.transpose(1, 2)
         return keys[rows, :, : self._read], values[rows, :, : self._read]
 
+    def slots_of_step(self, layer: int) -> tuple[Tensor, ...] | None:
+        """Return a layer's keys and values, their part to read [n, h, K, d], and the indices [n, 1]
+        and [n, q] of newest tokens. None without a mask, and before the layer has memory.
+        """
+        rows, at = self._rows, self._positions
+        if at is None or isinstance(rows, Tensor) or layer >= len(self._values):
+            return None
+        keys, values = self._keys[layer], self._values[layer]
+        parts = keys[rows, :, : self._read], values[rows, :, : self._read]
+        return keys, values, *parts, self._index, at
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         for store in (self._keys, self._values):
             for layer in store:
@@ -398,6 +428,7 @@ class SlotCache(Cache):
 
     def put(self, slot: int, row: RowCache, device: torch.device) -> None:
         """Write a row into a slot. EngineError if it is from a model with other layers."""
+        self._fit(max(self.length_for(row.keys[0].shape[1]), self._length))
         for store, layers in ((self._keys, row.keys), (self._values, row.values)):
             if not store:
                 store += [self._zeros(store, x, device) for x in layers]

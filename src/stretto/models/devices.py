@@ -416,6 +416,7 @@ def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
             return F.linear(x, weight, bias)
         return packed_linear(x, packed, bias)
 
+    forward.packed = packed  # type: ignore[attr-defined]
     return forward
 
 

@@ -238,9 +238,9 @@ class DraftModel(Proposer):
         draft_size, model_size = (sum(p.numel() for p in m.parameters()) for m in (model, drafted))
         self.cost = draft_size / model_size  # a step reads all weights
         self._cache = SlotCache(max(config.speculative_rows, 1))
-        self._cache.reserve(longest)
         likeliest = config.model_copy(update={"temperature": 0.0})
         self._pass, self._steps = decoder(model, self._cache, likeliest)
+        self._cache.reserve(longest)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         with torch.inference_mode():
             self._packed.__enter__()  # permanently

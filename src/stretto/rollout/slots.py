@@ -130,6 +130,7 @@ class Slots:
         if slot < len(self.rows):
             self.rows[slot] = last
             self.cache.copy_row(len(self.rows), slot, last.cached)
+        self.cache.trim(max((row.cached for row in self.rows), default=0) + 1)
 
     def drop_except(self, ids: Collection[int]) -> None:
         self.waiting = deque(row for row in self.waiting if row.id in ids)
