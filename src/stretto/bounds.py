@@ -62,5 +62,4 @@ def checked(types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def parts(kind: Any) -> set[Any]:
-    """Return all types within a type."""
     return {get_origin(kind) or kind}.union(*map(parts, get_args(kind)))

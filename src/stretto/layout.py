@@ -96,7 +96,6 @@ class Layout:
 
     @property
     def per_copy(self) -> Self:
-        """The layout of one copy."""
         return replace(self, dp=1)
 
     @property

@@ -16,7 +16,6 @@ from stretto.config.knobs import Knobs as Knobs
 from stretto.config.knobs import PresetName as PresetName
 from stretto.config.knobs import ScheduleConfig as ScheduleConfig
 from stretto.config.run_config import Config as Config
-from stretto.config.sections import CriticConfig as CriticConfig
 from stretto.config.sections import ModelConfig as ModelConfig
 from stretto.config.sections import ObserveConfig as ObserveConfig
 from stretto.config.sections import RewardConfig as RewardConfig

@@ -344,7 +344,6 @@ class RewardSource:
 
 
 def reward_source(name: str) -> RewardSource:
-    """Parse a source of rewards."""
     key = next((key for key in SOURCES if ":" in key and name.startswith(key)), name)
     return RewardSource(name, SOURCES.get(key, FUNCTION if outside.parts(name) else OBJECT))
 

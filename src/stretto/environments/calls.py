@@ -156,7 +156,8 @@ class _Reader:
         while (start := self.escaped.find(opening, at)) >= 0:
             value, json_end, wrong = self._read(start + len(opening))
             at, closed = self._close(json_end)
-            if closed and not wrong and self._is_more(json_end, at):
+            call_end = at - len(self.form.closing.strip())
+            if closed and not wrong and _end(_BLANK, self.plain, json_end) < call_end:
                 wrong = "text follows the JSON"
             raw = self.plain[start:at]
             for call in self._calls(value, raw, closed, wrong):
@@ -197,9 +198,6 @@ class _Reader:
             return len(self.plain), self.ended
         at = self.escaped.find(closing, json_end)
         return (len(self.plain), False) if at < 0 else (at + len(closing), True)
-
-    def _is_more(self, json_end: int, end: int) -> bool:
-        return _end(_BLANK, self.plain, json_end) < end - len(self.form.closing.strip())
 
     def _calls(self, value: Any, raw: str, closed: bool, wrong: str) -> Iterator[ToolCall]:
         if not closed:

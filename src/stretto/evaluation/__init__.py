@@ -1,7 +1,6 @@
 """Measures of a policy on one set of answers to held-out prompts: accuracy, win-rates, drift."""
 
 from stretto.evaluation.gold import WinRate as WinRate
-from stretto.evaluation.gold import open_gold as open_gold
 from stretto.evaluation.harness import Benchmark as Benchmark
 from stretto.evaluation.harness import benchmark as benchmark
 from stretto.evaluation.labels import LabelResult as LabelResult

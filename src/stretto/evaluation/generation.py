@@ -15,13 +15,13 @@ from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig
 from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
 from stretto.evaluation.episode_generation import FinishedEpisode, Tools
-from stretto.models.backend import pick_device, pick_dtype, with_dtype
+from stretto.models.backend import with_dtype
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.rollout.base import Engine
 from stretto.rollout.engine_registry import ENGINES, engine_of
-from stretto.saying import working
+from stretto.saying import silent, working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import response_text
 from stretto.tasks.encode import Encoder
@@ -46,8 +46,7 @@ def open_engine(
         rollout = config.rollout.model_copy(update={"engine": "torch", "engine_args": {}})
         config, kind = config.model_copy(update={"rollout": rollout}), ENGINES["torch"]
     if kind.capabilities.own_weights:
-        dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
-        m = m.model_copy(update={"dtype": dtype, "device": "cpu"})
+        m = with_dtype(m, silent).model_copy(update={"device": "cpu"})
     actor = make_actor(m, overrides, on_stderr)
     rows, overridden = config.rollout.batch, overrides.actor is not None
     factory = RoleFactory(config, on_stderr)

@@ -12,10 +12,10 @@ from typing import Any
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, require
-from stretto.models.backend import pick_device, pick_dtype
+from stretto.models.backend import pick_device, with_dtype
 from stretto.models.resolve import adapter_base, resolve
 from stretto.observe.progress import on_stderr
-from stretto.saying import working
+from stretto.saying import silent, working
 
 FEWSHOT: Mapping[str, int] = {
     "arc_challenge": 0,
@@ -78,7 +78,7 @@ def benchmark(
         "model_args": {
             "pretrained": str(resolve(base, on_stderr) if base else path),
             **({"peft": str(path)} if base else {}),
-            "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
+            "dtype": with_dtype(config, silent).dtype,
             "trust_remote_code": config.trust_remote_code,
         },
         "device": str(device),

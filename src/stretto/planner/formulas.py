@@ -106,7 +106,6 @@ class TrainingPasses:
     fused: bool = False  # pipelines of actor and critic run at once, in opposite directions
 
     def shard_tokens(self, data_parallel: int) -> float:
-        """Return a shard's tokens in an update."""
         return max(self.tokens * self.epochs / self.updates / data_parallel, 1.0)
 
     def micro(self, data_parallel: int) -> float:

@@ -12,11 +12,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from stretto.assembly.run_models import prepare_torch
+from stretto.assembly.run_models import load_actor, prepare_torch
 from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
 from stretto.models import load
-from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import text_config, unwrapped
 from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.lora import add_lora
@@ -177,15 +176,10 @@ class _SupervisedLoop(Generic[T]):
         with progress.working(f"reading {data.name}"):
             rows, dropped = read(data)
         prepare_torch(config.seed, config.threads)
-        path, device = resolve(m.name, progress), pick_device(m.device)
-        dtype, trust = pick_dtype(m.dtype, device), m.trust_remote_code
-        with progress.working(f"loading {path}"):
-            self.tokenizer = load.load_tokenizer(path, trust)
-            in_4bit, is_sft = m.load_in_4bit, isinstance(config, SftConfig)
-            self.model: nn.Module = load.load_causal_lm(
-                path, dtype, device, trust, load_in_4bit=in_4bit, merged=not is_sft
-            )
-        self.ends = load.end_token_ids(self.model, self.tokenizer)
+        path = resolve(m.name, progress)
+        self.tokenizer = load.load_tokenizer(path, m.trust_remote_code, progress)
+        self.model = load_actor(m, progress, merged=not isinstance(config, SftConfig))
+        self.ends = load.end_token_ids(unwrapped(self.model), self.tokenizer)
         layout = PromptLayout(self.tokenizer, self.ends, data)
         with progress.working("tokenising the rows"):
             examples, reasons = attempt(rows, lambda row: tokenise(row, layout), data)

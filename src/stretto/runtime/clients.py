@@ -115,7 +115,6 @@ class FollowerClient(Client):
             await self.loaded(partial(self._load, weights))
 
     async def loaded(self, load: Callable[[], Awaitable[Reply[Loaded]]]) -> None:
-        """Await a load, and trace it."""
         with self._awaiting("load"):
             await self._passed("load", load)
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from stretto.assembly.run_models import Overrides, prepare_torch
 from stretto.config import Config
 from stretto.layout import Layout
-from stretto.models.backend import pick_device, pick_dtype
+from stretto.models.backend import pick_device, with_dtype
 from stretto.models.layer_shards import Grid
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
+from stretto.saying import silent
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
 SENDER = "sender"
@@ -76,8 +77,8 @@ class RoleSetup:
 
     def on_host(self) -> Self:
         """Return the setup that loads models on the CPU, mapped from files if not warmed up."""
-        m, config = self.config.model, self.run_config
-        dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
+        config = self.run_config
+        dtype = with_dtype(self.config.model, silent).dtype
         return replace(
             self,
             run_config=config.changed_in("model", dtype=dtype),

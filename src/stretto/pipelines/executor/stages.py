@@ -410,7 +410,6 @@ class StageOwners:
         return self.layout.tp(self.name)
 
     def rank_of(self, parameter: str, column: int) -> int:
-        """Return the rank that owns a slice of a parameter."""
         stage, copy = self.holders[parameter]
         replica, pipeline = divmod(copy, self.layout.of(self.name)[1])
         return self.layout.rank(self.name, pipeline, stage, column, replica)
@@ -419,7 +418,6 @@ class StageOwners:
         return Layout(tp=self.tp).bounds(full, self.layout.column(self.name, rank))
 
     def own(self, full: Mapping[str, FullParameter], rank: int) -> dict[str, Bounds]:
-        """Return the parts of parameters that a rank owns."""
         column = self.layout.column(self.name, rank)
         owned = {name: full[name] for name in full if self.rank_of(name, column) == rank}
         return Layout(tp=self.tp).own(owned, column)

@@ -109,7 +109,6 @@ class Turns:
         self._first = Lengths(lengths, seed)
 
     def opening_s(self, rollout_id: int) -> float:
-        """Return the seconds until a rollout's episode is open."""
         openings_s = self._episodes.openings_s
         return openings_s[rollout_id % len(openings_s)] if openings_s else 0.0
 
