@@ -104,8 +104,12 @@ def bit_sums(
     """
     if not tensors:
         return {}
-    patterns = (tensor.detach().contiguous() for tensor in tensors.values())
-    sums = [pattern.view(PATTERNS[pattern.dtype]).sum(dtype=torch.int64) for pattern in patterns]
+    sums = []
+    for tensor in tensors.values():
+        pattern = tensor.detach().contiguous().view(-1).view(PATTERNS[tensor.dtype])
+        # In blocks, because torch on a CPU first converts all numbers of a sum to 64 bits.
+        blocks = [block.sum(dtype=torch.int64) for block in pattern.split(1 << 22)]
+        sums.append(torch.stack(blocks).sum())
     totals = add_up(torch.stack([total.to(sums[0].device) for total in sums])).tolist()
     return {name: total % PRIME for name, total in zip(tensors, totals, strict=True)}
 
