@@ -14,14 +14,14 @@ from engine_helpers import GROUPED, from_config, with_adapters
 from stretto.config import RolloutConfig
 from stretto.models.attention import use_short_attention
 from stretto.models.cached import SlotCache
-from stretto.models.decoder_layers import KINDS, DecodeLayers
+from stretto.models.decoder_layers import FAMILIES, DecodeLayers
 from stretto.rollout.steps import ModelPass
 
-FAMILIES: dict[str, Any] = {
-    "LlamaDecoderLayer": hf.LlamaConfig(**GROUPED),
-    "MistralDecoderLayer": hf.MistralConfig(**GROUPED, sliding_window=6),
-    "Qwen2DecoderLayer": hf.Qwen2Config(**GROUPED),
-    "Qwen3DecoderLayer": hf.Qwen3Config(**GROUPED, head_dim=16),
+CONFIGS: dict[str, Any] = {
+    "Llama": hf.LlamaConfig(**GROUPED),
+    "Mistral": hf.MistralConfig(**GROUPED, sliding_window=6),
+    "Qwen2": hf.Qwen2Config(**GROUPED),
+    "Qwen3": hf.Qwen3Config(**GROUPED, head_dim=16),
 }
 LENGTHS = (9, 3, 12, 7)
 
@@ -48,11 +48,11 @@ def logits(model: Any, *, replaced: bool) -> Tensor:
 
 
 def test_all_kinds_are_covered() -> None:
-    assert set(FAMILIES) == set(KINDS)
+    assert set(CONFIGS) == set(FAMILIES)
 
 
 def test_layers_of_other_code_are_left_alone() -> None:
-    model = from_config(FAMILIES["LlamaDecoderLayer"])
+    model = from_config(CONFIGS["Llama"])
     use_short_attention(model)
     kind = type(model.model.layers[0])
     remote = type(kind.__name__, (kind,), {"__module__": "transformers_modules.someones.modeling"})
@@ -61,9 +61,9 @@ def test_layers_of_other_code_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bits_are_those_of_transformers_layers(name: str, dtype: torch.dtype) -> None:
-    model = from_config(FAMILIES[name]).to(dtype)
+    model = from_config(CONFIGS[name]).to(dtype)
     use_short_attention(model)
     assert torch.equal(logits(model, replaced=True), logits(model, replaced=False))
 
@@ -82,14 +82,14 @@ def test_other_attention_and_other_families_keep_their_layers(config: Any, atten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_with_adapters_have_the_same_bits(dtype: torch.dtype) -> None:
     """They run in Python, as their products are not plain."""
-    model = from_config(FAMILIES["Qwen3DecoderLayer"]).to(dtype)
+    model = from_config(CONFIGS["Qwen3"]).to(dtype)
     use_short_attention(model)
     adapted = with_adapters(model)
     assert torch.equal(logits(adapted, replaced=True), logits(adapted, replaced=False))
 
 
 def test_layers_run_in_python_if_torch_cannot_script_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = from_config(FAMILIES["LlamaDecoderLayer"])
+    model = from_config(CONFIGS["Llama"])
     use_short_attention(model)
     scripted = logits(model, replaced=True)
     monkeypatch.setattr("stretto.models.decoder_layers._scripted", lambda: None)
@@ -100,7 +100,7 @@ def test_transposed_slots_are_as_long_as_the_longest_row_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stretto.models.cached.cpu_has_bfloat16", lambda: True)
-    model = from_config(FAMILIES["LlamaDecoderLayer"]).to(torch.bfloat16)
+    model = from_config(CONFIGS["Llama"]).to(torch.bfloat16)
     use_short_attention(model)
     own = ModelPass(model, SlotCache(3), RolloutConfig())
     cache = own.cache

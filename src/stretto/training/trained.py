@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.config import OptimizerConfig
 from stretto.config.training_config import token_budget
 from stretto.errors import LearnerError
+from stretto.models.decoder_layers import RecomputingLayers
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
@@ -282,6 +283,7 @@ class TrainedModel(WholeModel):
         self._names, self._weights = list(trainable), list(trainable.values())
         self._hooks: list[RemovableHandle] = []
         self._snapshots = Snapshots(trainable)
+        self._recomputing = RecomputingLayers(model)
         self._masters = [self._make_master(name, p) for name, p in trainable.items()]
         self._owned = [self._owns(name) for name in trainable]
         self._clip = config.grad_clip or math.inf
@@ -321,8 +323,10 @@ class TrainedModel(WholeModel):
         """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def training(self) -> AbstractContextManager[None]:
-        return training_mode(self.model)
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        with training_mode(self.model), self._recomputing:
+            yield
 
     def compute(self, work: Callable[[], T]) -> T:
         """Compute with the full weights, a collective with shards. Gradients flow back from the
