@@ -13,6 +13,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
 from statistics import median
@@ -199,33 +200,39 @@ def compared(
     config: Config, variants: Mapping[str, Mapping[str, Any]], name: str, warm: Path
 ) -> list[Pair]:
     """The pairs of all variants. The first one predicts, and is run again after each other one, so
-    that a machine that becomes slower or faster is told from a wrong prediction."""
+    that a machine that becomes slower or faster is told from a wrong prediction. It takes twice
+    the steps, as variants that skip groups read more prompts."""
 
-    def folder_of(variant: str) -> Path:
-        return trained(config, variants[variant], f"{name}-{variant.replace(', ', '-')}", warm)
+    def folder_of(variant: str, steps: int = config.steps) -> Path:
+        changes = {**variants[variant], "steps": steps}
+        return trained(config, changes, f"{name}-{variant.replace(', ', '-')}", warm)
 
     reference, *others = variants
-    first = folder_of(reference)
+    first = folder_of(reference, 2 * config.steps)
     recording = Recording.read(first, WARM_STEPS)
-    pairs = [pair_of(reference, first, recording)]
+    pairs = [pair_of(reference, first, recording, config.steps)]
     first_s = before_s = pairs[0].measured_s
     for variant in others:
-        pair = pair_of(variant, folder_of(variant), recording)
-        again_s = pair_of(reference, folder_of(reference), recording).measured_s
-        pairs.append(pair._replace(drift=(before_s + again_s) / 2 / first_s))
-        before_s = again_s
+        pair = pair_of(variant, folder_of(variant), recording, config.steps)
+        again = pair_of(reference, folder_of(reference), recording, config.steps)
+        pairs.append(pair._replace(drift=(before_s + again.measured_s) / 2 / first_s))
+        before_s = again.measured_s
     return pairs
 
 
-def pair_of(variant: str, folder: Path, recording: Recording) -> Pair:
-    """A run's seconds a step after the warm-up, and what ``recording`` says of them."""
+def pair_of(variant: str, folder: Path, recording: Recording, most_steps: int) -> Pair:
+    """A run's seconds a step after the warm-up, and what ``recording`` says of them. Policies that
+    learn write responses of their own. Only the costs of ``recording`` then tell something."""
     run = RunDirectory.open(folder)
-    steps = run.trace.read().steps
+    steps = run.trace.read().steps[:most_steps]
+    if recipes.load(folder).training.lr != UNLEARNED["training__lr"]:
+        recording = replace(recording, rollouts=run.read_rollouts(in_flight=True))
     measured_s = (steps[-1].end_s - steps[WARM_STEPS].start_s) / (len(steps) - WARM_STEPS)
     result = simulate(recording.cluster(recipes.load(folder)), steps=len(steps))
     ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
     predicted_s = (ends_s[-1] - ends_s[WARM_STEPS - 1]) / (len(steps) - WARM_STEPS)
-    rewards = [m["objective/scores"] for m in run.read_metrics() if m["step"]][-10:]
+    scores = [m["objective/scores"] for m in run.read_metrics() if m["step"]][:most_steps]
+    rewards = scores[-10:]
     return Pair(variant, measured_s, predicted_s, sum(rewards) / len(rewards))
 
 

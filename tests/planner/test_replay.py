@@ -102,6 +102,20 @@ def test_threads_of_one_process_hinder_each_other(
     assert ends(cores, [(0.0, 1.0, 1), (0.0, 2.0, 1)], thread_scaling) == pytest.approx(expected)
 
 
+def test_passes_wait_for_python_code_of_the_process() -> None:
+    async def main(thread_scaling: float) -> list[float]:
+        cores, loop = Cores(2, thread_scaling), asyncio.get_running_loop()
+
+        async def piece(seconds: float, in_python: bool) -> float:
+            await cores.work(seconds, 1, in_python=in_python)
+            return loop.time()
+
+        return await asyncio.gather(piece(1.0, True), piece(2.0, False))
+
+    assert run(main(1.8)) == pytest.approx([2.0, 3.0])  # half as fast each, then 1 s alone
+    assert run(main(0.0)) == pytest.approx([1.0, 2.0])  # roles in processes of their own
+
+
 def test_work_that_is_broken_off_leaves_its_cores_to_the_others() -> None:
     async def main() -> float:
         shared = Cores(1)

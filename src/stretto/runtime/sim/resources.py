@@ -44,15 +44,22 @@ class Cores:
         self._count, self._thread_scaling = count, thread_scaling
         self._left_s: dict[asyncio.Future[float], float] = {}  # of each piece of work at full speed
         self._threads: dict[asyncio.Future[float], int] = {}
+        self._in_python: set[asyncio.Future[float]] = set()
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def work(self, seconds: float, threads: int) -> float:
-        """Occupy threads for that work. Return its end, in the past if the loop was busy."""
+    async def work(self, seconds: float, threads: int, *, in_python: bool = False) -> float:
+        """Occupy threads for that work. Return its end, in the past if the loop was busy.
+
+        ``in_python``: it is Python code of this process. Passes then wait at each operation for
+        Python's lock, so that all pieces together are as fast as one of them.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
         self._settle()
         self._left_s[done], self._threads[done] = seconds, threads
+        if in_python and self._thread_scaling:
+            self._in_python.add(done)
         self._plan()
         try:
             return await done
@@ -60,12 +67,14 @@ class Cores:
             self._settle()
             self._left_s.pop(done, None)
             del self._threads[done]
+            self._in_python.discard(done)
             self._plan()
 
     @property
     def _rate(self) -> float:
         threads = self._threads.values()
-        return full_speed(len(threads), sum(threads), self._count, self._thread_scaling)
+        scaling = 1.0 if self._in_python else self._thread_scaling
+        return full_speed(len(threads), sum(threads), self._count, scaling)
 
     def _settle(self) -> None:
         now_s = asyncio.get_running_loop().time()

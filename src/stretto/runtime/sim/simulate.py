@@ -229,7 +229,8 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     learner = SimLearner(worker("learner", cluster.learner), cluster.learner)
     environment = None
     if w.episodes and w.episodes.work_s and cores:
-        environment = partial(_in_turn, asyncio.Lock(), partial(cores.work, w.episodes.work_s, 1))
+        work = partial(cores.work, w.episodes.work_s, 1, in_python=True)
+        environment = partial(_in_turn, asyncio.Lock(), work)
     return SimRoles(devices, generators, replicas, put(learner, "learner"), environment)
 
 
