@@ -36,14 +36,16 @@ from run_helpers import (
 from stretto import runs
 from stretto.config import Config, recipes
 from stretto.config.algorithm import ALGORITHMS
-from stretto.config.knobs import PRESETS
+from stretto.config.knobs import PRESETS, RoundKnobs
 from stretto.evaluation.generation import completed
 from stretto.observe import RunDirectory
 from stretto.observe.display import Progress
 from stretto.runs import checkpoint
 from stretto.runtime.run import Run
 from stretto.runtime.run import start as start_run
+from stretto.runtime.sim.tuning import AutoTuner
 from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.workers.flight import read_flight
 from stretto.workers.threads import WorkerThread
 
 SIX: dict[str, Any] = {"steps": 6, "rollout": {"batch": 4, "max_new_tokens": 10}}
@@ -345,7 +347,7 @@ def test_a_run_in_a_notebook(tiny_folder: Path, tmp_path: Path) -> None:
 def test_each_worker_has_threads_of_its_own() -> None:
     """Whatever workers that started later, or worked in between, have set for themselves."""
     one, other = WorkerThread("one", 2), WorkerThread("other", 1)
-    alone = WorkerThread("alone", 1, beside=[one], alone=3)
+    alone = WorkerThread("alone", lambda: 1 if one.busy else 3)
 
     begun, release = threading.Event(), threading.Event()
 
@@ -370,6 +372,36 @@ def test_each_worker_has_threads_of_its_own() -> None:
         for worker in (one, other, alone):
             worker.interrupt()
         torch.set_num_threads(before)
+
+
+def call_threads(run_dir: RunDirectory) -> dict[str, set[int]]:
+    """The CPU threads of each role's calls, without those of code."""
+    (segment,) = read_flight(run_dir.flight_file)
+    facts, threads = segment.facts["threads"], dict[str, set[int]]()
+    for event in segment.events:
+        role = event.name.rpartition(" ")[0]
+        if role in ("generator", "reference", "critic", "learner"):
+            threads.setdefault(role, set()).add(event.threads or facts[role])
+    return threads
+
+
+def test_auto_divides_the_cores_only_in_rounds_that_overlap(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rounds like those of ``sync``, each role has all of them, and the weights are equal."""
+    common: dict[str, Any] = {**SIX, "steps": 4, "threads": 4}
+    config = settings(
+        tiny_folder, **common, schedule={"preset": "auto", "max_staleness": 1, "chunk_tokens": 5}
+    )
+    auto, _ = run(config, tmp_path)
+    expected = {"generator": {4}, "reference": {4}, "critic": {4}, "learner": {4}}
+    assert call_threads(auto) == expected
+    assert_equal(weights(auto), trained(settings(tiny_folder, **common), tmp_path))
+    knobs = RoundKnobs("rollout", lag=1, chunk_tokens=5)
+    monkeypatch.setattr(AutoTuner, "knobs", property(lambda self: knobs))
+    overlapped, _ = run(config, tmp_path)
+    expected = {"generator": {1}, "reference": {1}, "critic": {1}, "learner": {2}}
+    assert call_threads(overlapped) == expected
 
 
 # -- the end of a run ----------------------------------------------------------------------------

@@ -219,11 +219,11 @@ class CoreShares(NamedTuple):
 
 def share_cores(schedule: ScheduleConfig, engines: int, cores: int) -> CoreShares:
     """Divide the cores, unless ``schedule.threads`` does. Concurrent roles get separate cores,
-    because threads of two roles on one core block each other.
+    because threads of two roles on one core block each other. Without overlap, each has all.
     """
-    if schedule.threads:
-        return CoreShares(*schedule.threads)
     knobs = schedule.knobs
+    if schedule.threads and knobs.overlaps(engines):
+        return CoreShares(*schedule.threads)
     training, rest = cores, cores
     if knobs.trains_beside:
         training = max(cores // 2, 1)

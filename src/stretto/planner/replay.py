@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 from stretto.assembly.controllers import share_cores
 from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
 from stretto.config.cluster_config import LEARNER
+from stretto.config.knobs import RoundKnobs
 from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory
@@ -35,6 +36,7 @@ from stretto.runtime.sim.cluster import (
 from stretto.runtime.sim.costs import SampleCost, SimSpeculation
 from stretto.runtime.sim.lengths import LearningCurve, Replayed
 from stretto.runtime.sim.simulate import simulate
+from stretto.runtime.sim.tuning import fixed
 from stretto.runtime.sim.turns import SimEpisodes
 from stretto.scoring.response_buffer import worthwhile_tokens
 from stretto.types import FORKS, ScoreKind, short_name
@@ -285,6 +287,8 @@ class Recording:
             one = [RoleDevices((0,), cores)]
             return {"generator": one, **dict.fromkeys(models, one), LEARNER: one, FUNCTION: one}
         threads = share_cores(schedule, engines, cores)
+        if schedule.preset == "auto":  # depends on the round, and the first ones overlap nothing
+            threads = share_cores(fixed(schedule, RoundKnobs()), engines, cores)
         if schedule.knobs.hosts_scorers(engines):
             scoring = [RoleDevices((i,), threads.scoring, i) for i in range(engines)]
         else:

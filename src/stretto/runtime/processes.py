@@ -38,6 +38,7 @@ from stretto.runtime.placement import (
 )
 from stretto.runtime.process_messages import RoleSetup, probe_of
 from stretto.saying import Say, working
+from stretto.schedules.controls import Tuner
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.workers.forkserver import ForkedProcesses, server_of
@@ -55,6 +56,7 @@ class ProcessWorkers:
 
     channel = WeightSender.name
     thread_scaling = 0.0  # roles in processes have locks of their own
+    tuner: Tuner | None = None  # processes keep the CPU threads that they start with
 
     def __init__(
         self,

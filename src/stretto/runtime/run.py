@@ -257,7 +257,6 @@ def start(
         replicas.append(_function(verifier, workers, config, say, links, held_out=True))
         functions = [*functions, verifier]
     replicas += [_replica(p, workers, sync, overrides, say, links) for p in workers.scorers]
-    _note_facts(config, executors, gate)
     _sync_first(sync, workers, say)
     schedule = Schedule(
         prompts.next,
@@ -271,6 +270,7 @@ def start(
         sync.begin,
         environment and EnvironmentClient(environment, gate),
     )
+    _note_facts(config, executors, gate)
     lags = config.schedule.knobs.copies_weights
     memory = _watch_memory(config, workers, stack)
     return Run(
@@ -361,7 +361,8 @@ def _controls(
     if config.schedule.preset != "auto" or costs_of is None:
         return controls
     costs = costs_of(config, links.spans, gate, workers.thread_scaling)
-    return replace(controls, tuner=AutoTuner(config.schedule, controls.settings, costs))
+    workers.tuner = AutoTuner(config.schedule, controls.settings, costs)
+    return replace(controls, tuner=workers.tuner)
 
 
 def _generator(

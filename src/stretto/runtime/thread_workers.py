@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.assembly.controllers import share_cores
+from stretto.assembly.controllers import CoreShares, share_cores
 from stretto.assembly.parts import FIRST, trained_models
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import Overrides, drawing_apart
-from stretto.config import Config
+from stretto.config import Config, ScheduleConfig
 from stretto.config.cluster_config import LEARNER, generator_names
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.cpu_threads import thread_scaling
@@ -31,7 +31,9 @@ from stretto.runtime.learner_service import LearnerService
 from stretto.runtime.placement import RolePlacement
 from stretto.runtime.process_messages import Ready
 from stretto.runtime.role_services import GeneratorService, ScorerService
+from stretto.runtime.sim.tuning import fixed
 from stretto.saying import Say, working
+from stretto.schedules.controls import Tuner
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel
 from stretto.workers.gate import EventGate
@@ -52,6 +54,7 @@ class ThreadWorkers:
     meeting = None
     devices: Mapping[str, str] = {}
     processes: Mapping[str, str] = {}
+    tuner: Tuner | None = None  # whose knobs the shares of the cores follow
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class ThreadWorkers:
         stack.callback(self.release)
         stack.callback(self.close)
         knobs, engines = config.schedule.knobs, config.rollout.engines
+        self._cores = config.threads or torch.get_num_threads()
         factory = RoleFactory(config, say)
         rewards = factory.reward_models(prompts.tokenizer, overrides)
         teachers = factory.teachers(overrides, prompts.tokenizer)
@@ -138,30 +142,45 @@ class ThreadWorkers:
             return 0.0
         return scaling_of(actor, config.rollout.batch, max(1, self._cores // 2))
 
-    @property
-    def _cores(self) -> int:
-        return self._config.threads or torch.get_num_threads()
-
     def _open_threads(self) -> dict[str, WorkerThread]:
         config, knobs = self._config, self._config.schedule.knobs
         names = generator_names(config.rollout.engines)
         if not knobs.overlaps(len(names)):
             return dict.fromkeys((*names, "scorers", LEARNER), self._thread("main", config.threads))
-        generating, scoring, training = share_cores(config.schedule, len(names), self._cores)
         # Decoding is urgent: its steps are short, and scoring and training fill the gaps.
         stream = backend_of(pick_device(config.model.device)).role_stream
         threads = {
-            name: self._thread(name, generating, stream=stream(urgent=True)) for name in names
+            name: self._thread(name, self._generating, stream=stream(urgent=True)) for name in names
         }
-        # Without lag, decoding waits for all scores, so late scoring may use every core.
-        busy = knobs.trains_beside or config.schedule.threads
-        decoding_threads, solo_threads = list(threads.values()), 0 if busy else self._cores
-        threads["scorers"] = self._thread(
-            "scorers", scoring, beside=decoding_threads, alone=solo_threads, stream=stream()
-        )
-        return {**threads, LEARNER: self._thread("learner", training, stream=stream())}
+        scoring = partial(self._scoring, list(threads.values()))
+        threads["scorers"] = self._thread("scorers", scoring, stream=stream())
+        return {**threads, LEARNER: self._thread("learner", self._training, stream=stream())}
 
-    def _thread(self, name: str, threads: int, **options: Any) -> WorkerThread:
+    @property
+    def _schedule(self) -> ScheduleConfig:
+        """The schedule of the present round. Roles divide the cores only if they overlap in it."""
+        schedule = self._config.schedule
+        return fixed(schedule, self.tuner.knobs) if self.tuner else schedule
+
+    @property
+    def _shares(self) -> CoreShares:
+        return share_cores(self._schedule, self._config.rollout.engines, self._cores)
+
+    def _generating(self) -> int:
+        return self._shares.generating
+
+    def _training(self) -> int:
+        return self._shares.training
+
+    def _scoring(self, decoding: Sequence[WorkerThread]) -> int:
+        # Without lag, decoding waits for all scores, so late scoring may use every core.
+        schedule = self._schedule
+        solo = not (schedule.knobs.trains_beside or schedule.threads)
+        if solo and not any(worker.busy for worker in decoding):
+            return self._cores
+        return self._shares.scoring
+
+    def _thread(self, name: str, threads: int | Callable[[], int], **options: Any) -> WorkerThread:
         thread = WorkerThread(name, threads, **options)
         self._opened.append(thread)
         return thread

@@ -32,27 +32,27 @@ class Interrupted(KeyboardInterrupt):
 
 
 class WorkerThread:
-    """A thread with a queue of calls, and CPU threads for their tensor work; 0: torch's choice."""
+    """A thread with a queue of calls.
+
+    Args:
+        threads: CPU threads of their tensor work, as a function if they depend on other calls.
+            0: torch's choice.
+        stream: of calls on a GPU, if not the default stream.
+    """
 
     def __init__(
         self,
         name: str,
-        threads: int,
+        threads: int | Callable[[], int],
         *,
-        beside: Sequence[WorkerThread] = (),
-        alone: int = 0,
-        stream: RoleStream | None = None,  # of calls on a GPU, if not the default stream
+        stream: RoleStream | None = None,
     ) -> None:
         self.stream = stream or RoleStream()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Workers that work at the same time should share the cores out, as threads that wait for
-        # each other spin. A call that begins while none beside works has `alone` so many.
-        self._shared = threads
-        self._alone = alone
-        self._beside = beside
+        self._threads = threads
         self.busy = False  # a call is under way
         # A daemon, so that a call that cannot be interrupted does not keep the process alive.
-        self._thread = Thread(target=self._work, args=(threads,), name=name, daemon=True)
+        self._thread = Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -95,22 +95,21 @@ class WorkerThread:
 
     @property
     def threads(self) -> int:
-        """CPU threads of a call next to others; 0: torch's choice."""
-        return self._shared
+        """CPU threads of a call that begins now; 0: torch's choice."""
+        return self._threads() if callable(self._threads) else self._threads
 
     def _share_cores(self, role_call: RoleCall[Any] | None) -> None:
         """Set the CPU threads for a call. A replay says how many, because they change sums."""
         if role_call and role_call.threads:
             set_threads(role_call.threads)
-        elif self._alone:
-            shares = any(worker.busy for worker in self._beside)
-            threads = self._shared if shares else self._alone
+        elif callable(self._threads):
+            threads = self._threads()
             torch.set_num_threads(threads)
             if role_call:
                 role_call.threads = threads
 
-    def _work(self, threads: int) -> None:
-        if threads:
+    def _work(self) -> None:
+        if threads := self.threads:
             set_threads(threads)
         try:
             while (call := self._calls.get()) is not None:
