@@ -193,20 +193,57 @@ def test_two_runs_decide_alike() -> None:
     assert first.makespan_s == second.makespan_s
 
 
-def test_simulations_take_a_hundredth_of_the_time_after_the_first() -> None:
+def test_simulations_take_a_hundredth_of_the_expected_time() -> None:
     described = cluster(LENGTHS["tail"], schedule=ScheduleConfig(preset="auto", max_staleness=2))
     spent: list[float] = []
     original = AutoTuner._decide
 
     def decide(self: AutoTuner) -> None:
         original(self)
-        spent.append(self._simulated_s - tuning.FIRST_S - tuning.SHARE * self._elapsed_s)
+        expected_s = self._elapsed_s / self._round * STEPS
+        spent.append(self._simulated_s - max(tuning.LEAST_S, tuning.SHARE * expected_s))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoTuner, "_decide", decide)
         simulate(described)
     search_s = 2 * tuning.SEARCHED * (2 * tuning.WARM + 8) * (0.0015 + 0.00012 * BATCH)
     assert max(spent) < search_s
+
+
+def test_a_turn_takes_as_long_to_simulate_as_three_responses() -> None:
+    assumed_s: list[float] = []
+    original = AutoTuner._decide
+
+    def decide(self: AutoTuner) -> None:
+        original(self)
+        turns = sum(len(turns) for *_, turns in self._responses) / len(self._responses)
+        assumed_s.append(self._seconds_to_simulate(2) - 2 * (0.0015 + 0.00012 * BATCH))
+        assert 2 <= turns <= 3
+        assert assumed_s[-1] == pytest.approx(2 * 0.00012 * BATCH * 3 * turns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoTuner, "_decide", decide)
+        schedule = ScheduleConfig(preset="auto")
+        simulate(cluster(**WORKLOADS["waits"], schedule=schedule, steps=8))
+    assert assumed_s
+
+
+def test_trials_of_overcommitment_end_after_an_even_number_of_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the sixth one on, as rounds of short responses and of carried long ones alternate."""
+    better = RoundKnobs("rollout", delta=BATCH, chunk_tokens=16)
+    ratios = {7: 0.9, 8: 1.2}  # by round of the trial
+
+    def speedup(self: AutoTuner, before: RoundKnobs) -> float:
+        return ratios.get(len(self._measured), 1.0)
+
+    monkeypatch.setattr(AutoTuner, "_search", lambda self: (better, 1.2))
+    monkeypatch.setattr(AutoTuner, "_speedup", speedup)
+    schedule = ScheduleConfig(preset="auto", max_staleness=1)
+    tried, kept = simulate(cluster(LENGTHS["tail"], schedule=schedule)).decisions[:2]
+    assert (tried[0], kept[0]) == (5, 5 + settling(RoundKnobs(), better) + 8)
+    assert kept[1].endswith("predicted 1.20x, measured 1.20x")
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ WORTH = 1.02  # predicted speedup that is worth a trial
 SLOW, SLOW_ROUNDS = 0.8, 2  # a trial ends after rounds below this share of the speed before
 LOSS = 0.02  # share of the run's rounds that failed trials may cost
 DRIFT = 0.2  # relative change of speed or mean length that triggers a decision
-SHARE, FIRST_S = 0.01, 0.5  # of the run's time, and seconds at first, that simulations may take
+SHARE, LEAST_S = 0.01, 0.75  # of the run's expected time for simulations, and least seconds
 STEP_S, RESPONSE_S = 0.0015, 0.00012  # assumed seconds to simulate a step, and each response of it
+TURN = 3  # responses that take as long to simulate as a turn of an episode
 SEARCHED = 16  # knobs that a search simulates, about
 WARM = 4  # simulated rounds before a measurement if work is carried from round to round
 FIELDS = (("lag", "delta", "train_on"), ("score_on", "chunk_tokens", "train_on"))
@@ -171,7 +172,8 @@ class AutoTuner(Stateful):
         if self._lost_rounds >= LOSS * self._rounds_in_all or to_come <= MOST_ROUNDS:
             return
         search_s = SEARCHED * self._seconds_to_simulate(WARM // 2 + self._rounds_known)
-        if self._simulated_s + search_s > FIRST_S + SHARE * self._elapsed_s:
+        expected_s = self._elapsed_s / self._round * self._rounds_in_all
+        if self._simulated_s + search_s > max(LEAST_S, SHARE * expected_s):
             return
         self._due = self._round + EVERY
         self._decided = [self._mean_length, speed(self._measured)]
@@ -193,7 +195,8 @@ class AutoTuner(Stateful):
         if ratio > SLOW:
             unclear = abs(ratio - 1) < UNCLEAR and rounds < MOST_ROUNDS
             # With delta, rounds of short responses and of carried long ones alternate.
-            if unclear or rounds < LEAST_ROUNDS * (2 if trial.delta else 1):
+            least, odd = (2 * LEAST_ROUNDS, rounds % 2) if trial.delta else (LEAST_ROUNDS, 0)
+            if unclear or odd or rounds < least:
                 return
         elif rounds < SLOW_ROUNDS:  # a single one may have been disturbed
             return
@@ -277,7 +280,8 @@ class AutoTuner(Stateful):
 
     def _seconds_to_simulate(self, rounds: int) -> float:
         steps = rounds * self._settings.weight_sync_interval
-        return steps * (STEP_S + RESPONSE_S * self._settings.batch)
+        turns = fmean(len(turns) for *_, turns in self._responses)
+        return steps * (STEP_S + RESPONSE_S * self._settings.batch * (1 + TURN * turns))
 
     def _simulated(
         self, cluster: Cluster, knobs: RoundKnobs, responses: Sequence[list[Any]], rounds: int
