@@ -83,8 +83,8 @@ def rate(steps: Sequence[Mapping[str, float]], first: int = 0) -> float:
     return sum(step["perf/throughput"] * step["timing_s/step"] for step in steps[first:]) / seconds
 
 
-def table(bounds: tuple[int, ...], *, smoke: bool = False) -> None:
-    """Speeds relative to ``sync``, and the decisions of each run."""
+def table(bounds: Sequence[int], names: Sequence[str], *, smoke: bool = False) -> None:
+    """Speeds relative to ``sync``, and the decisions of each run. All workloads without names."""
     late = 2 if smoke else LATE
     print("| max_staleness | workload | best of the grid | auto, from step 21 | auto, all steps |")
     print("|---|---|---|---|---|")
@@ -92,12 +92,18 @@ def table(bounds: tuple[int, ...], *, smoke: bool = False) -> None:
     for bound in bounds:
         auto = ScheduleConfig(preset="auto", max_staleness=bound)
         for name, described in workloads(8 if smoke else STEPS):
+            if names and name not in names:
+                continue
             plain, tuned = (
                 simulate(described.model_copy(update={"schedule": schedule}))
                 for schedule in (ScheduleConfig(), auto)
             )
             choices = list(auto.round_knobs(BATCH, 1))[: 1 if smoke else None]
-            grid = [replace(k, chunk_tokens=chunk) for k, chunk in product(choices, CHUNKS)]
+            grid = [
+                replace(knobs, chunk_tokens=chunk)
+                for knobs, chunk in product(choices, CHUNKS)
+                if knobs.score_on != "batch" or knobs.delta or chunk == CHUNKS[0]  # else no chunks
+            ]
             best = max(rate(run_fixed(described, auto, knobs), late) for knobs in grid)
             late_ratio = rate(tuned.steps, late) / rate(plain.steps, late)
             ratio = rate(tuned.steps) / rate(plain.steps)

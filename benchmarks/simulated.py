@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import _tuned
@@ -62,10 +63,13 @@ MEASURED: Mapping[str, Mapping[str, Any]] = {
     REFERENCE: SCHEDULES[REFERENCE],
     "auto, 0": {"schedule__preset": "auto"},
     "auto, 1": {"schedule__preset": "auto", "schedule__max_staleness": 1},
+    "sync again": SCHEDULES[REFERENCE],
     "async": SCHEDULES["async"],
     "oppo-no-intra": SCHEDULES["oppo-no-intra"],
+    "sync at the end": SCHEDULES[REFERENCE],
 }
-"""'auto' with its bounds on data age, and fixed knobs for the second one."""
+"""'auto' with its bounds on data age, and fixed knobs for the second one. Each is compared with the
+runs of 'sync' before and after it, because the machine may become slower or faster."""
 
 
 class Pair(NamedTuple):
@@ -93,13 +97,15 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/across"))
+    parser.add_argument("--bounds", nargs="+", type=int, default=[0, 1], help="of --auto")
+    parser.add_argument("--workloads", nargs="+", default=[], help="of --auto; default: all")
     small = {"steps": WARM_STEPS + LEAST_STEPS, "recipes": ["tiny"], "runtimes": ["inline"]}
     args = parse(parser, small)
     if args.replay:
         replay(args.replay)
         return
     if args.auto or args.smoke:
-        _tuned.table((0, 1), smoke=args.smoke)
+        _tuned.table(args.bounds, args.workloads, smoke=args.smoke)
     if not (args.across or args.groups or args.measured or args.smoke):
         if not args.auto:
             parser.error("give --replay, --across, --groups, --auto or --measured")
@@ -128,27 +134,51 @@ def trained(config: Config, changes: Mapping[str, Any], name: str, warm: Path | 
     return run.run_dir.path
 
 
+def warmed(config: Config) -> Path:
+    """The file with a recipe's warm-up, made by a run of one step, whose time does not count. Its
+    name depends on the settings, so that files of other ones stay."""
+    settings = config.model_dump(
+        mode="json", include={"model", "task", "seed", "warmup_examples", "warmup_lr", "training"}
+    )
+    name = f"warm-up-{zlib.crc32(str(settings).encode()):08x}"
+    file = Path(config.out) / f"{name}.safetensors"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        trained(config, {"steps": 1}, name, file)
+    return file
+
+
 def measured_auto(args: argparse.Namespace) -> None:
     """Speeds of the schedules relative to 'sync', in turn, and the knobs that 'auto' chose."""
     late = min(_tuned.LATE, args.steps - 2)
     print(f"| recipe | seed | {' | '.join(MEASURED)} |\n|---|---{'|---' * len(MEASURED)}|")
     chosen: list[str] = []
-    args.out.mkdir(parents=True, exist_ok=True)
     for recipe, seed in product(args.recipes, args.seeds):
         changes = {**UNLEARNED, "steps": args.steps, "seed": seed, "out": str(args.out)}
         config = changed(config_of(recipe), changes | (SMALL if args.smoke else {}))
-        warm = args.out / f"{recipe}-{seed}.safetensors"
-        cells: list[str] = []
-        plain: list[float] = []
+        warm = warmed(config)
+        speeds: dict[str, list[float]] = {}
         for name, variant in MEASURED.items():
             folder = trained(config, variant, f"measured-{recipe}-{seed}-{name}", warm)
             steps = [m for m in RunDirectory.open(folder).read_metrics() if m["step"]]
-            speeds = [_tuned.rate(steps), _tuned.rate(steps, late)]
-            plain = plain or speeds
-            cells.append(" / ".join(f"{a / b:.2f}" for a, b in zip(speeds, plain, strict=True)))
+            speeds[name] = [_tuned.rate(steps), _tuned.rate(steps, late)]
             chosen += [f"{recipe}, {seed}, {name}, {line}" for line in choices(steps)]
+        cells = map(" / ".join, relative(speeds))
         print(f"| {recipe} | {seed} | {' | '.join(cells)} |", flush=True)
     print(f"\nwhole run / from step {late + 1}; load {os.getloadavg()}\n", *chosen, sep="\n")
+
+
+def relative(speeds: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
+    """Each schedule's speeds, relative to the mean of the runs of 'sync' before and after it. Those
+    of 'sync' itself are relative to its first run."""
+    names = list(speeds)
+    plain = [i for i, name in enumerate(names) if name.startswith(REFERENCE)]
+    for i, name in enumerate(names):
+        beside = plain[:1]
+        if i not in plain:
+            beside = [max(k for k in plain if k < i), min(k for k in plain if k > i)]
+        means = [fmean(pair) for pair in zip(*(speeds[names[k]] for k in beside), strict=True)]
+        yield [f"{a / b:.2f}" for a, b in zip(speeds[name], means, strict=True)]
 
 
 def choices(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
@@ -179,9 +209,7 @@ def across(args: argparse.Namespace) -> None:
             for runtime in args.runtimes:
                 config = changed(config_of(recipe), {**common, "seed": seed, "runtime": runtime})
                 config = changed(config, {"out": str(args.out)})
-                warm = args.out / f"{recipe}-{seed}.safetensors"
-                args.out.mkdir(parents=True, exist_ok=True)
-                found = compared(config, variants, f"{recipe}-{runtime}-{seed}", warm)
+                found = compared(config, variants, f"{recipe}-{runtime}-{seed}", warmed(config))
                 for pair in found:
                     ratio = pair.predicted_s * pair.drift / pair.measured_s
                     ratios.append(ratio)
