@@ -322,8 +322,7 @@ class SlotCache(Cache):
         """Make every slot hold at least ``positions`` tokens, keeping the contents."""
         if positions > self.capacity:
             self.capacity = _grained(positions)
-            if not self.transposed:
-                self._resize(self.slots, self.capacity + 1)
+            self._fit(self._length if self.transposed else self.capacity + 1)
 
     def length_for(self, positions: int) -> int:
         """Return the length of transposed slots for so many tokens, with their scratch position."""
@@ -331,10 +330,11 @@ class SlotCache(Cache):
 
     def trim(self, positions: int) -> None:
         """Shorten transposed slots if the longest row has so many tokens."""
-        self._fit(min(self.length_for(positions), self._length))
+        if self.transposed:
+            self._fit(min(self.length_for(positions), self._length))
 
     def _fit(self, length: int) -> None:
-        if self.transposed and length != self._length:
+        if length != self._length:
             self._resize(self.slots, length)
 
     def hold(self, rows: int, most: int) -> None:

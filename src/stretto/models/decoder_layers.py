@@ -75,10 +75,9 @@ def _one_token(layer: Any) -> Callable[..., Tensor]:
         cache = options["cache" if "cache" in options else "past_key_values"]
         slots = None if mask is None else cache.slots_of_step(attention.layer_idx)
         if hidden_states.shape[1] != 1 or slots is None:
-            unchanged: Tensor = type(layer).forward(layer, hidden_states, **options)
-            return unchanged
+            return cast(Tensor, type(layer).forward(layer, hidden_states, **options))
         rotary = options["position_embeddings"]
-        return run(hidden_states, linears, weights, *sizes, rotary, slots, mask)
+        return run(hidden_states, linears, weights, sizes, rotary, slots, mask)
 
     return forward
 
@@ -96,9 +95,7 @@ def _layer(
     x: Tensor,
     linears: list[Linear],
     norms: list[Tensor],
-    eps: float,
-    scale: float,
-    head_size: int,
+    sizes: tuple[float, float, int],
     rotary: tuple[Tensor, Tensor],
     slots: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     mask: Tensor,
@@ -106,6 +103,7 @@ def _layer(
     """Return the output for x [n, 1, H], by products with query, key, value, output, gate, up and
     down. ``linears`` are modules if not in TorchScript. ``slots`` are of ``SlotCache``.
     """
+    eps, scale, head_size = sizes
     keys, values, read_keys, read_values, rows, positions = slots
     cos, sin = rotary[0][:, None], rotary[1][:, None]
     normed = _normed(x, norms[0], eps)
@@ -136,8 +134,7 @@ def _product(x: Tensor, linear: Linear, most_rows: int = MOST_ROWS) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
