@@ -90,6 +90,7 @@ class AutoTuner(Stateful):
         choices = schedule.round_knobs(settings.batch, settings.samples_per_prompt)
         self._choices = list(choices)
         self._rounds_in_all = settings.steps // settings.weight_sync_interval
+        self._size = settings.batch * settings.weight_sync_interval  # responses of a round
         self._round = 0
         self._elapsed_s = self._simulated_s = 0.0
         first = self._choices[0]
@@ -144,20 +145,16 @@ class AutoTuner(Stateful):
         episode. Returns their number."""
         rollouts = [rollout for rollout in trained if rollout.id < FORKS]
         for rollout in rollouts:
-            turns = [
-                [max(turn["tokens"], 1), turn["wait_s"], turn["context"]]
-                for turn in turn_sizes(rollout)
-            ]
+            sizes = turn_sizes(rollout)
+            turns = [[max(t["tokens"], 1), t["wait_s"], t["context"]] for t in sizes]
             row = [rollout.id, len(rollout.prompt.tokens), max(len(rollout), 1), turns]
             self._responses.append(row)
-        size = self._settings.batch * self._settings.weight_sync_interval
-        self._responses = self._responses[-max(REMEMBERED * size, 64) :]
+        self._responses = self._responses[-max(REMEMBERED * self._size, 64) :]
         return len(rollouts)
 
     @property
     def _mean_length(self) -> float:
-        recent = self._responses[-2 * self._settings.batch * self._settings.weight_sync_interval :]
-        return fmean(tokens for _, _, tokens, _ in recent)
+        return fmean(tokens for _, _, tokens, _ in self._responses[-2 * self._size :])
 
     @property
     def _drifted(self) -> bool:
@@ -203,9 +200,9 @@ class AutoTuner(Stateful):
         self._ratios = [self._predicted, ratio]
         ratios = f"predicted {self._predicted:.2f}x, measured {ratio:.2f}x"
         self._trial = ()
+        self._due = self._round
         if ratio > FASTER:
             self._current = astuple(trial)
-            self._due = self._round
             self._news.append(f"auto: keeps {text(trial)}: {ratios}")
         else:
             count = self._rejections.get(repr(trial), (0, 0))[1] + 1
@@ -213,7 +210,6 @@ class AutoTuner(Stateful):
             self._lost_rounds += (rounds + settling(before, trial)) * (1 / ratio - 1)
             self._settle = settling(trial, before)
             self._measured = []
-            self._due = self._round
             self._news.append(f"auto: goes back to {text(before)} from {text(trial)}: {ratios}")
 
     def _speedup(self, before: RoundKnobs) -> float:
@@ -275,13 +271,12 @@ class AutoTuner(Stateful):
 
     @property
     def _rounds_known(self) -> int:
-        size = self._settings.batch * self._settings.weight_sync_interval
-        return max(1, min(REMEMBERED, len(self._responses) // size))
+        return max(1, min(REMEMBERED, len(self._responses) // self._size))
 
     def _seconds_to_simulate(self, rounds: int) -> float:
-        steps = rounds * self._settings.weight_sync_interval
         turns = fmean(len(turns) for *_, turns in self._responses)
-        return steps * (STEP_S + RESPONSE_S * self._settings.batch * (1 + TURN * turns))
+        steps_s = STEP_S * self._settings.weight_sync_interval
+        return rounds * (steps_s + RESPONSE_S * self._size * (1 + TURN * turns))
 
     def _simulated(
         self, cluster: Cluster, knobs: RoundKnobs, responses: Sequence[list[Any]], rounds: int
