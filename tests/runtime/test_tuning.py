@@ -201,13 +201,31 @@ def test_simulations_take_a_hundredth_of_the_expected_time() -> None:
     def decide(self: AutoTuner) -> None:
         original(self)
         expected_s = self._elapsed_s / self._round * STEPS
-        spent.append(self._simulated_s - max(tuning.LEAST_S, tuning.SHARE * expected_s))
+        spent.append(self._simulated_s - max(tuning.FIRST_S, tuning.SHARE * expected_s))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoTuner, "_decide", decide)
         simulate(described)
     search_s = 2 * tuning.SEARCHED * (2 * tuning.WARM + 8) * (0.0015 + 0.00012 * BATCH)
     assert max(spent) < search_s
+
+
+def test_a_run_that_is_too_short_for_two_searches_makes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if its speed or its lengths drift, for lengths with a tail do so by chance."""
+    searches: list[int] = []
+    search = AutoTuner._search
+
+    def counted(self: AutoTuner) -> tuple[RoundKnobs, float]:
+        searches.append(self._round)
+        return search(self)
+
+    monkeypatch.setattr(AutoTuner, "_search", counted)
+    monkeypatch.setattr(AutoTuner, "_drifted", True)
+    monkeypatch.setattr(tuning, "SHARE", 0.0)
+    simulate(cluster(LENGTHS["tail"], schedule=ScheduleConfig(preset="auto")))
+    assert searches == [5]
 
 
 def test_a_turn_takes_as_long_to_simulate_as_three_responses() -> None:

@@ -41,7 +41,7 @@ WORTH = 1.02  # predicted speedup that is worth a trial
 SLOW, SLOW_ROUNDS = 0.8, 2  # a trial ends after rounds below this share of the speed before
 LOSS = 0.02  # share of the run's rounds that failed trials may cost
 DRIFT = 0.2  # relative change of speed or mean length that triggers a decision
-SHARE, LEAST_S = 0.01, 0.75  # of the run's expected time for simulations, and least seconds
+SHARE, FIRST_S = 0.01, 0.75  # of the run's expected time, or seconds at first, for simulations
 STEP_S, RESPONSE_S = 0.0015, 0.00012  # assumed seconds to simulate a step, and each response of it
 TURN = 3  # responses that take as long to simulate as a turn of an episode
 SEARCHED = 16  # knobs that a search simulates, about
@@ -169,8 +169,10 @@ class AutoTuner(Stateful):
         if self._lost_rounds >= LOSS * self._rounds_in_all or to_come <= MOST_ROUNDS:
             return
         search_s = SEARCHED * self._seconds_to_simulate(WARM // 2 + self._rounds_known)
-        expected_s = self._elapsed_s / self._round * self._rounds_in_all
-        if self._simulated_s + search_s > max(LEAST_S, SHARE * expected_s):
+        most_s = SHARE * self._elapsed_s / self._round * self._rounds_in_all
+        if not self._simulated_s:
+            most_s = max(most_s, FIRST_S)
+        if self._simulated_s + search_s > most_s:
             return
         self._due = self._round + EVERY
         self._decided = [self._mean_length, speed(self._measured)]
