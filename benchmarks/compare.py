@@ -340,6 +340,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=11, help="rounds after which to give up")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--first", action="store_true", help="leave out all but the first peer")
     parser.add_argument("--out", type=Path)
     args = parse(parser, {"model": "", "data": "", "pairs": 1})
     adopt_orphans()
@@ -347,6 +348,8 @@ def main() -> None:
     results: dict[str, tuple[Part, Sequence[Round]]] = {}
     for name in args.only:
         part = PARTS[name](args)
+        if args.first:
+            part = part._replace(programs=part.programs[:2])
         for rounds in measure(part, args.pairs):
             results[name] = part, rounds
             if args.out:
