@@ -190,8 +190,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, r = ctx.saved_tensors
-        h = hidden.float()
-        d_weight = (grads[0] * (h * r).to(hidden.dtype)).sum(tuple(range(h.dim() - 1)))
+        h, d_weight = hidden.float(), None
+        if ctx.needs_input_grad[1]:  # not with LoRA
+            d_weight = (grads[0] * (h * r).to(hidden.dtype)).sum(tuple(range(h.dim() - 1)))
         d_normal = (grads[0] * weight).float()
         d_mean = (d_normal * h).sum(-1, keepdim=True).mul_(-0.5).mul_(r.pow(3)).div_(h.shape[-1])
         d_h = d_normal.mul_(r).add_(h.mul_(2).mul_(d_mean))
@@ -207,10 +208,11 @@ class _GatedProjection(torch.autograd.Function):
         return F.linear(F.silu(gate).mul_(up), weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        rows, active = grads[0].flatten(0, -2), F.silu(gate)
-        d_weight = ((active * up).flatten(0, -2).T @ rows).T
+        rows, active, d_weight = grads[0].flatten(0, -2), F.silu(gate), None
+        if ctx.needs_input_grad[2]:  # not with LoRA
+            d_weight = ((active * up).flatten(0, -2).T @ rows).T
         d_product = (rows @ weight).view(gate.shape)
         d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
         return d_gate, d_product.mul_(active), d_weight
