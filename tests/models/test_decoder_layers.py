@@ -14,7 +14,7 @@ from engine_helpers import GROUPED, from_config, with_adapters
 from stretto.config import RolloutConfig
 from stretto.models.attention import use_short_attention
 from stretto.models.cached import SlotCache
-from stretto.models.decoder_layers import FAMILIES, DecodeLayers
+from stretto.models.decoder_layers import FAMILIES, DecodeLayers, _scripted
 from stretto.rollout.steps import ModelPass
 
 CONFIGS: dict[str, Any] = {
@@ -92,8 +92,13 @@ def test_layers_run_in_python_if_torch_cannot_script_them(monkeypatch: pytest.Mo
     model = from_config(CONFIGS["Llama"])
     use_short_attention(model)
     scripted = logits(model, replaced=True)
-    monkeypatch.setattr("stretto.models.decoder_layers._scripted", lambda: None)
-    assert torch.equal(logits(model, replaced=True), scripted)
+    _scripted.cache_clear()
+    monkeypatch.setattr("torch.jit.script", lambda function: function)  # as with PYTORCH_JIT=0
+    try:
+        assert _scripted() is None
+        assert torch.equal(logits(model, replaced=True), scripted)
+    finally:
+        _scripted.cache_clear()
 
 
 def test_transposed_slots_are_as_long_as_the_longest_row_needs(

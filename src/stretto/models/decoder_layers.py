@@ -85,10 +85,11 @@ def _one_token(layer: Any) -> Callable[..., Tensor]:
 @lru_cache(maxsize=1)
 def _scripted() -> Callable[..., Tensor] | None:
     """Return the layer in TorchScript, or nothing if this Python or torch does not support it."""
+    script: object = None
     with warnings.catch_warnings(), suppress(Exception):
         warnings.simplefilter("ignore", DeprecationWarning)
-        return cast(Callable[..., Tensor], torch.jit.script(_layer))
-    return None
+        script = torch.jit.script(_layer)  # the function itself with PYTORCH_JIT=0
+    return script if isinstance(script, torch.jit.ScriptFunction) else None
 
 
 def _layer(
@@ -210,7 +211,8 @@ class _GatedProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        rows, active, d_weight = grads[0].flatten(0, -2), F.silu(gate), None
+        rows, active = grads[0].flatten(0, -2), F.silu(gate)
+        d_weight = None
         if ctx.needs_input_grad[2]:  # not with LoRA
             d_weight = ((active * up).flatten(0, -2).T @ rows).T
         d_product = (rows @ weight).view(gate.shape)
