@@ -286,9 +286,9 @@ class Recording:
         if not schedule.knobs.overlaps(engines):
             one = [RoleDevices((0,), cores)]
             return {"generator": one, **dict.fromkeys(models, one), LEARNER: one, FUNCTION: one}
-        threads = share_cores(schedule, engines, cores)
-        if schedule.preset == "auto":  # depends on the round, and the first ones overlap nothing
-            threads = share_cores(fixed(schedule, RoundKnobs()), engines, cores)
+        is_auto = schedule.preset == "auto"  # shares follow the round: the first overlap nothing
+        shared = fixed(schedule, RoundKnobs()) if is_auto else schedule
+        threads = share_cores(shared, engines, cores)
         if schedule.knobs.hosts_scorers(engines):
             scoring = [RoleDevices((i,), threads.scoring, i) for i in range(engines)]
         else:

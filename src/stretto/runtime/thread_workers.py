@@ -162,15 +162,14 @@ class ThreadWorkers:
         schedule = self._config.schedule
         return fixed(schedule, self.tuner.knobs) if self.tuner else schedule
 
-    @property
-    def _shares(self) -> CoreShares:
-        return share_cores(self._schedule, self._config.rollout.engines, self._cores)
+    def _shares(self, schedule: ScheduleConfig) -> CoreShares:
+        return share_cores(schedule, self._config.rollout.engines, self._cores)
 
     def _generating(self) -> int:
-        return self._shares.generating
+        return self._shares(self._schedule).generating
 
     def _training(self) -> int:
-        return self._shares.training
+        return self._shares(self._schedule).training
 
     def _scoring(self, decoding: Sequence[WorkerThread]) -> int:
         # Without lag, decoding waits for all scores, so late scoring may use every core.
@@ -178,7 +177,7 @@ class ThreadWorkers:
         solo = not (schedule.knobs.trains_beside or schedule.threads)
         if solo and not any(worker.busy for worker in decoding):
             return self._cores
-        return self._shares.scoring
+        return self._shares(schedule).scoring
 
     def _thread(self, name: str, threads: int | Callable[[], int], **options: Any) -> WorkerThread:
         thread = WorkerThread(name, threads, **options)
