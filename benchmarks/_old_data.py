@@ -15,15 +15,14 @@ from torch import Tensor
 
 from stretto.algorithms import correction
 from stretto.algorithms.reductions import joined
+from stretto.config import AlgorithmConfig
 
 
 def geometric_mask(
     proximal: Tensor,
     behaviour: Tensor,
     mask: Tensor,
-    kind: str,
-    level: str,
-    cap: float,
+    settings: AlgorithmConfig,
     episodes: Tensor | None = None,
 ) -> Tensor:
     """Weights [B, T] of 1 if the geometric mean of a response's token ratios lies from 1 / cap to
@@ -32,6 +31,7 @@ def geometric_mask(
     """
     log_ratio = joined(torch.where(mask, proximal - behaviour, 0.0).sum(dim=1), episodes)
     mean = (log_ratio / joined(mask.sum(dim=1), episodes).clamp_min(1)).exp()
+    cap = settings.correction_cap
     kept = (mean >= 1 / cap) & (mean <= cap)
     return (kept[:, None] & mask).to(proximal.dtype)
 

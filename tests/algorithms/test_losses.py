@@ -637,12 +637,10 @@ def test_the_kl_times_the_ratio_has_the_gradient_of_the_kl() -> None:
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
 
 
-def test_a_kl_in_the_loss_needs_a_reference() -> None:
-    mask = mask_of((2,))
+@pytest.mark.parametrize("a", [in_loss("k3"), AlgorithmConfig(name="online-dpo")])
+def test_a_kl_in_the_loss_needs_a_reference(a: AlgorithmConfig) -> None:
     with raises(LearnerError, "reference-missing", "algorithm.kl_coef = 0"):
-        kl_penalty(torch.zeros(1, 2), inputs_of(mask), 0.1, in_loss("k3"))
-    with raises(LearnerError, "reference-missing", "'online-dpo'"):
-        loss_of(AlgorithmConfig(name="online-dpo"), torch.zeros(1, 2), inputs_of(mask))
+        prepared(a, scored(reference=False))
 
 
 # -- what must not change them -------------------------------------------------------------------
@@ -797,6 +795,12 @@ def naive_importance(
     return [r if 1 / cap <= r <= cap else 0.0 for r in ratios]
 
 
+def corrected(kind: Any, level: Any, cap: float) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        old_policy="proximal", correction=kind, correction_level=level, correction_cap=cap
+    )
+
+
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -805,7 +809,7 @@ def test_importance_weights_equal_plain_loops(kind: Any, level: Any, garbage: fl
     mask = mask_of(lengths, 8)
     proximal = soiled(randn(80, 5, 6, dtype=torch.float64), mask, garbage)
     behaviour = soiled(randn(81, 5, 6, dtype=torch.float64), mask, -garbage)
-    found = importance_weights(proximal, behaviour, mask, kind, level, 1.7)
+    found = importance_weights(proximal, behaviour, mask, corrected(kind, level, 1.7))
     for b, n in enumerate(lengths):
         expected = naive_importance(
             proximal[b, :n].tolist(), behaviour[b, :n].tolist(), kind, level, 1.7
@@ -819,9 +823,9 @@ def test_weights_of_responses_that_overflow_are_cut_off() -> None:
     mask = mask_of((600, 600))
     proximal = torch.tensor([[0.5], [-0.5]]).expand(2, 600)
     behaviour = torch.zeros(2, 600)
-    cut = importance_weights(proximal, behaviour, mask, "truncate", "sequence", 2.0)
+    cut = importance_weights(proximal, behaviour, mask, corrected("truncate", "sequence", 2.0))
     assert cut.tolist() == [[2.0] * 600, [0.0] * 600]
-    masked = importance_weights(proximal, behaviour, mask, "mask", "sequence", 2.0)
+    masked = importance_weights(proximal, behaviour, mask, corrected("mask", "sequence", 2.0))
     assert masked.tolist() == [[0.0] * 600] * 2
 
 

@@ -15,7 +15,6 @@ linear in the advantages.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,15 +39,7 @@ def settled(
         old = torch.where(inputs.own[:, None], logprobs, old)
     if settings.correction == "off":
         return replace(inputs, old_logprobs=old), Metrics()
-    weights = importance_weights(
-        old,
-        behaviour,
-        inputs.mask,
-        settings.correction,
-        settings.correction_level,
-        settings.correction_cap,
-        inputs.episodes,
-    )
+    weights = importance_weights(old, behaviour, inputs.mask, settings, inputs.episodes)
     figures = {"correction/weight_mean": inputs.of_tokens(weights)}
     metrics = Metrics(weighted_sums(inputs.of_tokens(inputs.means), figures))
     return replace(inputs, old_logprobs=old, advantages=inputs.advantages * weights), metrics
@@ -58,22 +49,23 @@ def importance_weights(
     proximal: Tensor,
     behaviour: Tensor,
     mask: Tensor,
-    kind: Literal["truncate", "mask"],
-    level: Literal["token", "sequence"],
-    cap: float,
+    settings: AlgorithmConfig,
     episodes: Tensor | None = None,
 ) -> Tensor:
-    """Return ``w = pi_prox / pi_behave`` [B, T], bounded by ``cap``, and 0 outside the mask.
+    """Return ``w = pi_prox / pi_behave`` [B, T], bounded by ``correction_cap``, and 0 outside the
+    mask.
 
-    ``truncate`` gives min(w, cap) (Espeholt et al. 2018). ``mask`` keeps weights between 1 / cap
-    and cap, and sets the rest to 0. Level ``token`` has a weight per token. Level ``sequence``
-    gives all tokens of a response, or of all rows of an episode, the product of their weights.
+    Correction ``truncate`` gives min(w, cap) (Espeholt et al. 2018). ``mask`` keeps weights between
+    1 / cap and cap, and sets the rest to 0. Level ``token`` has a weight per token. Level
+    ``sequence`` gives all tokens of a response, or of all rows of an episode, the product of their
+    weights.
     """
+    cap = settings.correction_cap
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)
-    if level == "sequence":
+    if settings.correction_level == "sequence":
         log_ratio = joined(log_ratio.sum(dim=1), episodes)[:, None].expand_as(mask)
     weights = log_ratio.exp()
-    if kind == "truncate":
+    if settings.correction == "truncate":
         weights = weights.clamp(max=cap)
     else:
         weights = torch.where((weights >= 1 / cap) & (weights <= cap), weights, 0.0)

@@ -14,7 +14,6 @@ from stretto.algorithms.experience import LossInputs, LossTerm
 from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.reductions import Metrics, weighted_sums
 from stretto.config import AlgorithmConfig
-from stretto.errors import LearnerError
 
 POLICY_LOSS = "loss/policy_avg"
 
@@ -90,12 +89,7 @@ def kl_penalty(
     logprobs: Tensor, inputs: LossInputs, coef: float, settings: AlgorithmConfig
 ) -> LossTerm:
     """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3)."""
-    if inputs.ref_logprobs is None:
-        raise LearnerError(
-            "the KL in the loss needs the reference's log-probabilities, and there are none; score "
-            "with the reference, or set algorithm.kl_coef = 0",
-            "reference-missing",
-        )
+    assert inputs.ref_logprobs is not None  # checked with the weight of the KL
     policy_logprobs, reference = inputs.of_tokens(logprobs), inputs.of_tokens(inputs.ref_logprobs)
     per_token = kl_estimate(policy_logprobs, reference, settings.estimator)
     if settings.use_bias_correction_kl:

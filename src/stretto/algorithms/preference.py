@@ -11,7 +11,6 @@ from stretto.algorithms.policy import policy_term
 from stretto.algorithms.reductions import joined, weighted_sums
 from stretto.algorithms.rewards import Rewards
 from stretto.config import AlgorithmConfig
-from stretto.errors import LearnerError
 
 
 def dpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -49,12 +48,7 @@ def dpo_loss(logprobs: Tensor, inputs: LossInputs, settings: AlgorithmConfig) ->
 
     ``dpo/accuracy`` is the share of margins above 0.
     """
-    if inputs.ref_logprobs is None:
-        raise LearnerError(
-            "the loss of 'online-dpo' needs the reference's log-probabilities, and there are none; "
-            "score with the reference",
-            "reference-missing",
-        )
+    assert inputs.ref_logprobs is not None  # checked with the weight of the KL
     log_ratio = torch.where(inputs.mask, logprobs - inputs.ref_logprobs, 0.0).sum(dim=1)
     if "sides" in inputs.tensors:
         side = inputs.tensors["sides"][:, 0]
