@@ -25,6 +25,8 @@ from stretto.serving.requests import (
 )
 from stretto.serving.texts import GrowingText
 
+NO_ENGINE: tuple[Any, Any] = (None, None)
+
 USER = {"role": "user", "content": "What is 17 times 23?"}
 FUNCTION = {
     "name": "multiply",
@@ -292,7 +294,7 @@ def test_connections_end_and_clients_leave_without_a_word(
         return Response("late")
 
     async def work() -> None:
-        server = ModelServer(AsyncEngine(None, 100, 4), byte_tokenizer(), "own").app  # type: ignore
+        server = ModelServer(AsyncEngine(*NO_ENGINE, 100, 4), byte_tokenizer(), "own").app
         app = Starlette(routes=[Route("/slow", slow), *server.routes])
         app.exception_handlers = server.exception_handlers
         config = connections.server_config(app)
@@ -357,7 +359,7 @@ def test_a_long_prompt_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(app, "render", render)
 
     async def work() -> None:
-        engine: Any = AsyncEngine(None, 1000, 4)  # type: ignore[arg-type]
+        engine: Any = AsyncEngine(*NO_ENGINE, 1000, 4)
         transport = httpx.ASGITransport(app.ModelServer(engine, byte_tokenizer(), "own").app)
         async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
             for prompt in ("a" * 1001, ["a" * 4500] * 4):

@@ -32,7 +32,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.runs import checkpoint
 from stretto.scoring.response_buffer import response_text
 from stretto.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
-from stretto.serving.streams import AsyncEngine, GenerationRequest, ThreadGenerator
+from stretto.serving.streams import AsyncEngine, GenerationRequest
 from stretto.serving.texts import GrowingText
 from stretto.types import Chunk, Decoded, FinishReason, Response, Sampling, WeightsRef
 from stretto.workers.threads import WorkerThread
@@ -46,8 +46,8 @@ TEMPLATE = (
 # -- streams -------------------------------------------------------------------------------------
 
 
-class Counting(ThreadGenerator):
-    """A generator with two slots, whose responses are 0, 1, 2, ... up to their limits."""
+class Counting:
+    """An engine with two slots, whose responses are 0, 1, 2, ... up to their limits."""
 
     def __init__(self) -> None:
         self.held: dict[int, list[int]] = {}  # tokens so far, and the limit
@@ -55,14 +55,13 @@ class Counting(ThreadGenerator):
         self.failure: Exception | None = None
         self.version = 0
 
-    async def admit(self, responses: Sequence[Response]) -> None:
+    def admit(self, responses: Sequence[Response]) -> None:
         self.calls.append(f"admit {[r.id for r in responses]}")
         for r in responses:
             assert r.sampling
             self.held[r.id] = [0, r.sampling.max_new_tokens]
 
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        await asyncio.sleep(0)
+    def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         if self.failure:
             raise self.failure
         chunks = []
@@ -75,12 +74,12 @@ class Counting(ThreadGenerator):
                 del self.held[id_]
         return Decoded(chunks, 1)
 
-    async def release(self, rollout_ids: Sequence[int]) -> None:
+    def release(self, rollout_ids: Sequence[int]) -> None:
         self.calls.append(f"release {list(rollout_ids)}")
         for id_ in rollout_ids:
             self.held.pop(id_, None)
 
-    async def load(self, weights: WeightsRef) -> None:
+    def load(self, weights: WeightsRef) -> None:
         assert not self.held
         self.calls.append(f"load {weights.version}")
         self.version = weights.version
@@ -89,20 +88,25 @@ class Counting(ThreadGenerator):
 def driven(
     work: Callable[[AsyncEngine, Counting], Awaitable[None]], most: int = 8, longest: int = 100
 ) -> Counting:
-    generator = Counting()
+    counting = Counting()
+    as_engine: Any = counting
+
+    async def call(method: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0)
+        return method()
 
     async def both() -> None:
-        engine = AsyncEngine(generator, longest, most)
+        engine = AsyncEngine(as_engine, call, longest, most)
         running = asyncio.create_task(engine.run())
         try:
-            await work(engine, generator)
+            await work(engine, counting)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError, ValueError):
                 await running
 
     asyncio.run(asyncio.wait_for(both(), 30))
-    return generator
+    return counting
 
 
 async def collected(engine: AsyncEngine, *limits: int) -> list[list[tuple[int, int]]]:
@@ -115,9 +119,9 @@ async def collected(engine: AsyncEngine, *limits: int) -> list[list[tuple[int, i
 
 
 def test_requests_enter_while_others_are_decoded() -> None:
-    async def work(engine: AsyncEngine, generator: Counting) -> None:
+    async def work(engine: AsyncEngine, counting: Counting) -> None:
         long = asyncio.create_task(collected(engine, 40, 3))
-        while sum(row[0] for row in generator.held.values()) < 6:
+        while sum(row[0] for row in counting.held.values()) < 6:
             await asyncio.sleep(0)
         (short,) = await collected(engine, 2)
         assert not long.done()
@@ -128,7 +132,7 @@ def test_requests_enter_while_others_are_decoded() -> None:
 
 
 def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
-    async def work(engine: AsyncEngine, generator: Counting) -> None:
+    async def work(engine: AsyncEngine, counting: Counting) -> None:
         stream = engine.submit(
             [GenerationRequest((1,), Sampling(90)), GenerationRequest((1,), Sampling(4))]
         )
@@ -139,11 +143,11 @@ def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
                 elif number == 1 and chunk.finish:
                     break
         leaving = engine.submit([GenerationRequest((1,), Sampling(90))])
-        while len(generator.calls) < 3:
+        while len(counting.calls) < 3:
             await asyncio.sleep(0)
         leaving.close()  # before anything of it was read
         assert await collected(engine, 2) == [[(0, 0), (1, 0)]]
-        assert generator.held == {}
+        assert counting.held == {}
 
     assert [call for call in driven(work).calls if "release" in call] == [
         "release [0]",
@@ -154,9 +158,9 @@ def test_an_answer_that_nobody_reads_any_more_frees_its_slot() -> None:
 def test_every_answer_is_of_one_version() -> None:
     """Those under way end first; those that come meanwhile wait, and the newest weights count."""
 
-    async def work(engine: AsyncEngine, generator: Counting) -> None:
+    async def work(engine: AsyncEngine, counting: Counting) -> None:
         before = asyncio.create_task(collected(engine, 5))
-        while not generator.held:
+        while not counting.held:
             await asyncio.sleep(0)
         engine.load(WeightsRef("actor", 3, ""))
         engine.load(WeightsRef("actor", 4, ""))
@@ -169,11 +173,11 @@ def test_every_answer_is_of_one_version() -> None:
 
 
 def test_too_many_and_too_long_requests_are_refused() -> None:
-    async def work(engine: AsyncEngine, generator: Counting) -> None:
+    async def work(engine: AsyncEngine, counting: Counting) -> None:
         with raises(EngineError, "context-length", "101 tokens"):
             engine.submit([GenerationRequest((1,) * 98, Sampling(3))])
         first = asyncio.create_task(collected(engine, 9, 9))
-        while not generator.held:
+        while not counting.held:
             await asyncio.sleep(0)
         with raises(EngineError, "too-many-requests", "2 requests", "at most 3"):
             engine.submit([GenerationRequest((1,), Sampling(3))] * 2)
@@ -184,8 +188,8 @@ def test_too_many_and_too_long_requests_are_refused() -> None:
 
 
 def test_an_engine_that_fails_ends_all_answers() -> None:
-    async def work(engine: AsyncEngine, generator: Counting) -> None:
-        generator.failure = ValueError("broken")
+    async def work(engine: AsyncEngine, counting: Counting) -> None:
+        counting.failure = ValueError("broken")
         with raises(EngineError, "engine-stopped"):
             await collected(engine, 3)
         with raises(EngineError, "engine-stopped"):
@@ -316,7 +320,7 @@ def answered(
 
     async def both() -> None:
         thread, policy = WorkerThread("generator", 1), opened(folder, longest)
-        engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 8)
+        engine = AsyncEngine(policy.engine, thread.run, policy.longest, 8)
         tokenizer = options.pop("tokenizer", policy.tokenizer)
         app = ModelServer(engine, tokenizer, "own", **options).app
         running = asyncio.create_task(engine.run())
@@ -398,7 +402,7 @@ def test_chats_have_tools(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         finish = FinishReason.STOP if whole else FinishReason.LENGTH
         yield 0, Chunk(0, 0, tokens, np.zeros(len(tokens), np.float32), 0, finish)
 
-    monkeypatch.setattr("stretto.serving.streams._Stream.chunks", chunks)
+    monkeypatch.setattr("stretto.serving.streams.Stream.chunks", chunks)
 
     async def work(client: Any) -> None:
         async def post(**body: Any) -> Any:
@@ -592,7 +596,7 @@ def test_a_client_that_leaves_frees_its_slot(tiny_folder: Path, stream: bool, ea
     async def both() -> None:
         thread = WorkerThread("generator", 1)
         policy = open_policy(str(tiny_folder), RolloutConfig(batch=1), **EXACT)
-        engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, 1)
+        engine = AsyncEngine(policy.engine, thread.run, policy.longest, 1)
         app = ModelServer(engine, policy.tokenizer, "own").app
         running = asyncio.create_task(engine.run())
         events = [{"type": "http.request", "body": body, "more_body": False}]

@@ -111,13 +111,13 @@ async def _serve(
 
     from stretto.serving.app import ModelServer
     from stretto.serving.connections import server_config
-    from stretto.serving.streams import AsyncEngine, ThreadGenerator
+    from stretto.serving.streams import AsyncEngine
     from stretto.workers.threads import WorkerThread
 
     thread = WorkerThread("generator", 0)
     try:
         policy = await thread.run(opened)
-        engine = AsyncEngine(ThreadGenerator(policy.engine, thread), policy.longest, most)
+        engine = AsyncEngine(policy.engine, thread.run, policy.longest, most)
         engine.version = policy.step
         host, port, *_ = listener.getsockname()
         # Without this, a web page could use the keyless server through a domain name that leads

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.config import TaskConfig
 from stretto.config.sections import ARGUMENTS
-from stretto.environments.sessions import Bridges, Session, Sessions
+from stretto.environments.sessions import Asked, Bridges, Session, Sessions
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.scoring.response_buffer import before_stop
 from stretto.serving.answers import Logprobs, Piece, received, sent, token_logprobs
@@ -97,7 +97,7 @@ class _Call:
 
     asked: ChatRequest | CompletionRequest | GenerateRequest
     prompts: Sequence[Sequence[int]]
-    stream: Stream
+    stream: Stream | Asked
     texts: Sequence[GrowingText]
     form: _Form
     about: Mapping[str, Any]
@@ -132,7 +132,7 @@ class _Call:
 class _EventStream(StreamingResponse):
     """Events of a stream. It is closed with the response, even before its first event."""
 
-    def __init__(self, events: AsyncIterator[str], stream: Stream) -> None:
+    def __init__(self, events: AsyncIterator[str], stream: Stream | Asked) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._stream = stream
 
@@ -393,7 +393,7 @@ class ModelServer:
         else:
             about |= {"request_id": name, "output_mode": "tokens"}
         texts = [GrowingText(self._tokenizer, stop) for _ in requests]
-        stream: Stream = client.submit(requests)
+        stream = client.submit(requests)
         if isinstance(client, Session):
             client.answers.append(name)
         call = _Call(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stretto.errors import EngineError, StrettoError
 from stretto.rollout.base import Engine
-from stretto.types import Chunk, Decoded, Prompt, Response, Sampling, WeightsRef
-from stretto.workers.threads import WorkerThread
+from stretto.types import Chunk, Prompt, Response, Sampling, WeightsRef
 
 
 class GenerationRequest(NamedTuple):
@@ -23,43 +23,14 @@ class GenerationRequest(NamedTuple):
     sampling: Sampling
 
 
-class Stream(Protocol):
-    """The growing answers to some requests."""
-
-    def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """Yield (request number, chunk) until all answers have ended. May raise EngineError."""
-
-    def abort(self, number: int) -> None:
-        """End an answer. No more chunks of it follow. An ended answer is left alone."""
-
-    def close(self) -> None:
-        """End all answers. Whoever submits requests must close their stream."""
-
-
-class ThreadGenerator:
-    """A generator that calls an engine of this process on a thread."""
-
-    def __init__(self, engine: Engine, thread: WorkerThread) -> None:
-        self._engine, self._run = engine, thread.run
-
-    async def admit(self, responses: Sequence[Response]) -> None:
-        await self._run(lambda: self._engine.admit(responses))
-
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        return await self._run(lambda: self._engine.decode(max_tokens, stop_after))
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        await self._run(lambda: self._engine.release(rollout_ids))
-
-    async def load(self, weights: WeightsRef) -> None:
-        await self._run(lambda: self._engine.load(weights))
-
-
 class AsyncEngine:
     """A server's interface to an engine. Requests enter free slots while others decode.
 
     Every answer is of one version of the weights. Before new ones are loaded, answers in progress
     are completed, and new requests wait.
+
+    Args:
+        call: runs calls of the engine, in order.
 
     Attributes:
         longest: most tokens of prompt and answer together.
@@ -67,13 +38,19 @@ class AsyncEngine:
         version: of the weights for the next request, unless newer ones come first.
     """
 
-    def __init__(self, generator: ThreadGenerator, longest: int, most: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        call: Callable[[Callable[[], Any]], Awaitable[Any]],
+        longest: int,
+        most: int,
+    ) -> None:
         self.longest = longest
         self.most = most
         self.version = 0
-        self._generator = generator
+        self._engine, self._call = engine, call
         self._ids = count()
-        self._streams: dict[int, _Stream] = {}  # by rollout
+        self._streams: dict[int, Stream] = {}  # by rollout
         self._new: dict[int, Response] = {}
         self._admitted, self._gone = set[int](), list[int]()
         self._weights: WeightsRef | None = None
@@ -99,7 +76,7 @@ class AsyncEngine:
                 "too-many-requests",
             )
         ids = [next(self._ids) for _ in requests]
-        stream = _Stream(self, ids)
+        stream = Stream(self, ids)
         empty = np.empty(0, np.int32)
         prompts = {tuple(r.tokens): i for r, i in zip(requests, ids, strict=True)}
         for id_, (tokens, sampling) in zip(ids, requests, strict=True):
@@ -139,21 +116,21 @@ class AsyncEngine:
         if self._gone:
             released_ids, self._gone = self._gone, []
             self._admitted -= set(released_ids)
-            await self._generator.release(released_ids)
+            await self._call(partial(self._engine.release, released_ids))
         if self._weights and not self._admitted:
             weights, self._weights = self._weights, None
-            await self._generator.load(weights)
+            await self._call(partial(self._engine.load, weights))
             self.version = weights.version
         if self._new and not self._weights:
             responses, self._new = self._new, {}
             self._admitted |= set(responses)
-            await self._generator.admit(list(responses.values()))
+            await self._call(partial(self._engine.admit, list(responses.values())))
         if not self._admitted:
             if not (self._gone or self._new or self._weights):
                 self._work.clear()
                 await self._work.wait()
             return
-        for chunk in (await self._generator.decode(1)).chunks:
+        for chunk in (await self._call(partial(self._engine.decode, 1))).chunks:
             stream = self._streams.get(chunk.rollout_id)
             if chunk.finish:
                 self._admitted.discard(chunk.rollout_id)
@@ -162,13 +139,16 @@ class AsyncEngine:
                 stream.queue.put_nowait(chunk)
 
 
-class _Stream:
+class Stream:
+    """The growing answers to some requests. Whoever submits them must close it."""
+
     def __init__(self, engine: AsyncEngine, ids: Sequence[int]) -> None:
         self.queue: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
         self._engine, self._ids = engine, ids
         self._numbers = {id_: number for number, id_ in enumerate(ids)}
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """Yield (request number, chunk) until all answers have ended. May raise EngineError."""
         while self._numbers:
             event = await self.queue.get()
             if isinstance(event, EngineError):
@@ -181,11 +161,13 @@ class _Stream:
             yield number, event
 
     def abort(self, number: int) -> None:
+        """End an answer. No more chunks of it follow. An ended answer is left alone."""
         id_ = self._ids[number]
         if self._numbers.pop(id_, None) is not None:
             with suppress(KeyError):  # it has just ended
                 self._engine.forget(id_)
 
     def close(self) -> None:
+        """End all answers."""
         for number in list(self._numbers.values()):
             self.abort(number)
