@@ -72,7 +72,7 @@ async def serving(
     server = ProgramServer(over, TOKENIZER, "own")
     config = EnvironmentConfig(**{"timeout_s": 20.0, **settings})
     try:
-        yield ProgramEnvironment(Here(program), over, server, config), over
+        yield ProgramEnvironment(Here(program), over, server.start, config), over
     finally:
         while CLIENTS:
             await CLIENTS.pop().close()
@@ -573,7 +573,7 @@ def in_a_process(name: str, answer: str, episodes: int = 1, **settings: Any) -> 
     async def all_of_them() -> list[Played]:
         over, asking = sessions(), [0]
         server = ProgramServer(over, TOKENIZER, "own")
-        role = ProgramEnvironment(PlacedPrograms([place]), over, server, config)
+        role = ProgramEnvironment(PlacedPrograms([place]), over, server.start, config)
 
         async def together() -> None:
             asking[0] += 1

@@ -154,7 +154,7 @@ def _programs(
     name = Path(config.model.name).name
     server = ProgramServer(sessions, prompts.tokenizer, name)
     stack.callback(server.close)
-    return ProgramEnvironment(PlacedPrograms(places), sessions, server, settings)
+    return ProgramEnvironment(PlacedPrograms(places), sessions, server.start, settings)
 
 
 def open_places(

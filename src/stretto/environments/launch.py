@@ -6,18 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from stretto.environments.running import Runner
 from stretto.errors import require
 
 HTTP_CLIENT = "http_client"
-
-
-class Calls(Protocol):
-    """Calls user code: coroutines in the event loop, other functions on a thread."""
-
-    async def __call__(self, call: Callable[[], Any]) -> Any:
-        """Return the call's result."""
 
 
 def is_program(thing: Any) -> bool:
@@ -35,7 +29,7 @@ def is_program(thing: Any) -> bool:
 
 
 async def launch(
-    call: Calls, program: Callable[..., Any], data: Mapping[str, Any], base_url: str, api_key: str
+    run: Runner, program: Callable[..., Any], data: Mapping[str, Any], base_url: str, api_key: str
 ) -> Any:
     """Run a program and return its result.
 
@@ -54,7 +48,7 @@ async def launch(
             from openai import DefaultAsyncHttpxClient
 
             arguments[HTTP_CLIENT] = await stack.enter_async_context(DefaultAsyncHttpxClient())
-        return await call(partial(function, dict(data), **arguments))
+        return await run(partial(function, dict(data), **arguments))
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

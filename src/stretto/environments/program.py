@@ -8,12 +8,12 @@ the schedule treats a program like any other environment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from stretto.config import EnvironmentConfig
 from stretto.environments.executors import EnvironmentExecutor, answer_of
@@ -28,13 +28,6 @@ from stretto.workers.child import ProcessLostError
 
 REWARD = "reward"
 """Key of the reward in a result that is a dict."""
-
-
-class ProgramEndpoint(Protocol):
-    """The server that programs send requests to."""
-
-    async def start(self) -> None:
-        """Listen, unless it already does."""
 
 
 class PlacedPrograms:
@@ -73,11 +66,13 @@ class _Episode:
 
 @dataclass(eq=False)
 class ProgramEnvironment:
-    """An environment of programs, which reach the policy through sessions of a server."""
+    """An environment of programs, which reach the policy through sessions of a server. ``listen``
+    starts it, unless it already listens.
+    """
 
     runner: PlacedPrograms
     sessions: Sessions
-    server: ProgramEndpoint
+    listen: Callable[[], Awaitable[None]]
     config: EnvironmentConfig
     episodes: dict[int, _Episode] = field(default_factory=dict)
 
@@ -88,7 +83,7 @@ class ProgramEnvironment:
         """
         if log:
             raise _lost(response.id)
-        await self.server.start()
+        await self.listen()
         session = self.sessions.open(response)
         data = {k: v for k, v in response.prompt.data.items() if k != INDEX_KEY}
         if response.prompt.messages is None:
