@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto
 from helpers import critic_of
 from raising import raises
 from stretto import evaluation, tasks
@@ -380,10 +381,8 @@ def test_responses_that_did_not_end_are_left_out(
 
 
 def test_a_pair_takes_two_responses(config: Config, tmp_path: Path) -> None:
-    with raises(ConfigError, "one-response", "`samples = 1`"):
-        evaluation.label_responses(
-            config, policy="tiny", by="task", out=tmp_path / "x", prompts=5, per_prompt=1
-        )
+    with raises(ConfigError, "greater_than_equal", "per_prompt=1"):
+        stretto.label_responses(config, by="task", out=tmp_path / "x", per_prompt=1)
 
 
 def test_the_command_labels_files_and_recipes(

@@ -564,7 +564,7 @@ WRONG: list[tuple[Parts, type[StrettoError], str | None, str]] = [
     ),
     (
         lambda f: {"reward_model": scalar(f["policy"], num_labels=3)},
-        *(ModelError, "head-not-scalar", "it has num_labels = 3"),
+        *(ModelError, "head-not-scalar", "has 3 outputs"),
     ),
     (
         lambda f: {"reward_model": loaded(f["policy"], num_labels=1)},

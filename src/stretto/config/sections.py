@@ -30,7 +30,7 @@ from stretto.config.capabilities import (
     EngineName,
     SourceKind,
 )
-from stretto.errors import ConfigError, RuleError
+from stretto.errors import RuleError
 
 # Bounds are far above every use. They refuse numbers that would fill the memory or overflow.
 _LARGEST = 1e18
@@ -176,11 +176,6 @@ ChatArguments = Annotated[dict[str, JsonValue], AfterValidator(_can_be_given)]
 TemplateArguments = Annotated[
     ChatArguments, Field(validation_alias=AliasChoices("template_arguments", ARGUMENTS))
 ]
-
-
-def require_seed(seed: int) -> None:
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ConfigError(f"seed = {seed}: must be from 0 to {LARGEST_SEED}", "seed-range")
 
 
 class ModelConfig(Section):

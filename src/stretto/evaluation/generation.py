@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.config import Config, EnvironmentConfig, ModelConfig, RolloutConfig, TaskConfig
-from stretto.config.sections import require_seed
 from stretto.errors import MissingExtraError
 from stretto.evaluation.episode_generation import FinishedEpisode, Tools
 from stretto.models.backend import with_dtype
@@ -92,10 +91,8 @@ def generate(
     """Yield answers to rows, ``options.samples_per_prompt`` each, as soon as they have ended.
 
     The overrides are model and tokenizer. Of the task, only settings for making prompts are used.
-    With an environment an answer is an episode. Raises ConfigError if the seed is out of range, or
-    the environment cannot be opened.
+    With an environment an answer is an episode. Raises ConfigError if it cannot be opened.
     """
-    require_seed(seed)
     prepare_torch(seed, 0)
     tokenizer = overrides.tokenizer or load_tokenizer(
         resolve(config.name, on_stderr), say=on_stderr

@@ -150,12 +150,9 @@ def label_responses(
 
     The arguments are those of :func:`stretto.api.inference.label_responses`.
 
-    Raises ConfigError for fewer than two responses to a prompt, or an unusable source or output
-    file, TaskError for only ties or unfinished responses, and RewardError if the source failed.
+    Raises ConfigError for an unusable source or output file, TaskError for only ties or unfinished
+    responses, and RewardError if the source failed.
     """
-    if per_prompt < 2:
-        message = f"a preference takes two responses to a prompt; got `samples = {per_prompt}`"
-        raise ConfigError(message, "one-response")
     _check_out(out, config.task.name)
     config = config.with_model(policy)
     prepare_torch(config.seed, config.threads)

@@ -137,14 +137,6 @@ def check_models(models: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     check_shared(models)
     for name in ("reward_model", "value_model"):
         if name in models:
-            labels = getattr(models[name].config, "num_labels", 1)
-            if labels != 1:
-                raise ModelError(
-                    f"{name} must give one score (num_labels = 1); it has num_labels = {labels}. "
-                    "Load it with AutoModelForSequenceClassification.from_pretrained(NAME, "
-                    "num_labels=1)",
-                    "head-not-scalar",
-                )
             try:
                 scalar_head(models[name])
             except ModelError as error:
