@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -28,51 +29,6 @@ _VALUES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("--model-shape", "--reward-shape"), PUBLIC),
 }
 """Choices of options whose help does not list them."""
-
-_BASH = """\
-_stretto() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} prefix= offers=
-  if [[ $before == = ]]; then  # bash makes three words of --option=value
-    before=${{COMP_WORDS[COMP_CWORD-2]}}
-  elif [[ $current == = ]]; then
-    current=
-  elif [[ $current == --*=* ]]; then
-    before=${{current%%=*}} prefix=${{current%%=*}}= current=${{current#*=}}
-  fi
-  case "${{COMP_WORDS[1]}} $before" in
-{values}
-  *) case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
-{words}
-    esac ;;
-  esac
-  COMPREPLY=($(compgen -P "$prefix" -W "$offers" -- "$current"))
-}}
-complete -o default -F _stretto stretto
-"""
-
-_FISH = """\
-function __stretto
-  set -l words (commandline -opc)
-  set -l current (commandline -ct)
-  set -l before $words[-1]
-  set -l prefix ''
-  if string match -q -- '--*=*' $current
-    set before (string split -m 1 = -- $current)[1]
-    set prefix $before=
-  end
-  set -l offers
-  switch "$words[2] $before"
-{values}
-  case '*'
-    switch (count $words)" $words[2]"
-{words}
-    end
-  end
-  string match -- "$current*" $prefix$offers
-  or __fish_complete_path $current
-end
-complete -c stretto -f -a '(__stretto)'
-"""
 
 
 def command_completion(
@@ -97,10 +53,11 @@ def command_completion(
     values.pop("")
     if shell == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    script, case = (_FISH, _fish_case) if shell == "fish" else (_BASH, _bash_case)
+    script, case = ("fish", _fish_case) if shell == "fish" else ("bash", _bash_case)
     of_values = "\n".join(case(patterns, choices) for choices, patterns in values.items())
     of_words = "\n".join(case([pattern], offers) for pattern, offers in words.items())
-    print(script.format(values=of_values, words=of_words), end="")
+    text = Path(__file__).with_name(f"completion.{script}").read_text(encoding="utf-8")
+    print(text.replace("@VALUES@", of_values).replace("@WORDS@", of_words), end="")
 
 
 def _bash_case(patterns: Collection[str], offers: str) -> str:
