@@ -21,7 +21,6 @@ from stretto import interfaces
 from stretto.api.settings import changed
 from stretto.cli.parsing import documented, form, options_of, read, table_of, values_of
 from stretto.config import Config, Section, recipes
-from stretto.config.sections import subsection
 from stretto.errors import ConfigError, nearest
 
 IN_FILES_ALONE = ("cluster.processes",)
@@ -82,7 +81,7 @@ def parse_with_config(
     help_names, more = _asked_for_help(arguments, offered)
     if help_names is not None:
         arguments, offered = ["--help"], help_names
-    changed_names = _named(arguments, offered, own_names, kind)
+    changed_names = _named(arguments, offered, own_names, config)
     if not {"-h", "--help"} & {*arguments}:  # without help, parsing few options is faster
         offered = changed_names
     own_form, mirror = form(function), _mirror(kind, offered, config.model_dump())
@@ -161,10 +160,10 @@ def _named(
     arguments: Sequence[str],
     offered: Collection[str],
     options: Collection[str],
-    kind: type[Section],
+    config: Section,
 ) -> set[str]:
     names, options_begin = set[str](), False
-    lists = {name for name in offered if _is_list(kind, name)}
+    lists = {n for n in offered if isinstance(attrgetter(n)(config), tuple | dict)}
     for argument in arguments:
         if not argument.startswith("--"):
             _refuse_hydra_style(argument, offered, options_begin)
@@ -182,17 +181,8 @@ def _named(
                 )
             names.add(name if name in offered else positive)
         elif not {name, positive} & {*options, "help", ""}:
-            raise ConfigError(_unknown(argument.partition("=")[0], name, options, kind))
+            raise ConfigError(_unknown(argument.partition("=")[0], name, options, type(config)))
     return names
-
-
-def _is_list(kind: type[Section], name: str) -> bool:
-    *sections, key = name.split(".")
-    for section in sections:
-        inner = subsection(kind, section)
-        assert inner, f"{section} is a section"
-        kind = inner
-    return typing.get_origin(kind.model_fields[key].annotation) in (tuple, list, dict)
 
 
 def _refuse_hydra_style(argument: str, offered: Collection[str], options_begin: bool) -> None:
