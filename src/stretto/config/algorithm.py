@@ -247,11 +247,6 @@ class AlgorithmConfig(Section):
         return self.baseline == "optimal" and "algorithm.baseline" in self.definition.settings
 
     @property
-    def has_other_terms(self) -> bool:
-        """Whether the loss has terms without advantages: an entropy bonus or a KL."""
-        return bool(self.entropy_coef or (self.kl_place == "loss" and self.kl_coef))
-
-    @property
     def by_group(self) -> bool:
         """Whether the responses to a prompt determine their part of the gradient, up to the number
         of tokens or responses of the batch.

@@ -103,7 +103,8 @@ class LocalBackprop:
             return run(self._losses, batches)
         of_policy = partial(run, self._losses.of_policy)
         metrics = passes_with_optimal_baseline(self._actor, batches, of_policy)
-        if self._losses.algorithm.has_other_terms:
+        a = self._losses.algorithm
+        if a.entropy_coef or (a.kl_place == "loss" and a.kl_coef):  # terms without advantages
             rest = run(self._losses, [batch.with_advantages(0.0) for batch in batches])
             metrics = replace(rest, sums={**rest.sums, POLICY_LOSS: metrics.sums[POLICY_LOSS]})
         return metrics
