@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -25,25 +26,7 @@ SEED_STRIDE = 1_000_003
 
 DEFAULT_SIZE = 100_000  # rows by default, made on access
 
-_WORDS = """
-act add ado age ago aid ail aim air all and ant any ape apt arc are ark arm art ash ask ate awe axe
-bad bag ban bar bat bay bed bee beg bet bib bid big bin bit boa bob bow box boy bud bug bun bus but
-buy cab can cap car cat cob cod cog con coo cop cot cow coy cry cub cud cue cup cut dab dad dam day
-den dew did die dig dim din dip doe dog don dot dry dub due dug dye ear eat ebb eel egg ego elf elk
-elm emu end era eve ewe eye fad fan far fat fax fed fee fen few fib fig fin fir fit fix flu fly foe
-fog for fox fry fun fur gab gag gap gas gel gem get gig gin gnu goo got gum gut guy gym had ham has
-hat hay hem hen her hew hey hid him hip his hit hoe hog hop hot how hub hue hug hum hut ice icy ill
-imp ink inn ion ire irk its ivy jab jam jar jaw jay jet jig job jog jot joy jug keg key kid kin kit
-lab lad lag lap law lay led leg let lid lie lip lit log lot low lug mad man map mat maw may men met
-mix mob mop mow mud mug nab nag nap net new nib nil nip nod nor not now nun nut oak oar oat odd off
-oil old one opt orb ore our out owe owl own pad pal pan pat paw pay pea peg pen pep per pet pew pie
-pig pin pit ply pod pop pot pry pub pun pup put rag ram ran rap rat raw ray red rib rid rig rim rip
-rob rod rot row rub rug rum run rut rye sad sag sap sat saw say sea see set sew she shy sip sir sit
-six ski sky sly sob son sow spa spy sty sub sue sum sun tab tag tan tap tar tax tea ten the thy tie
-tin tip toe ton too top tow toy try tub tug two urn use van vat vet vow wag war was wax way web wed
-wet who why wig win wit woe wok won yam yap yes yet you zap zip zoo
-"""
-WORDS = _WORDS.split()
+WORDS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
 
 
 @dataclass(frozen=True)
