@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
-from stretto.api.settings import (
-    RESUMABLE,
-    R,
-    Settings,
-    changed,
-    check_resumable,
-    of_rows,
-    settled,
-)
+from stretto.api.settings import RESUMABLE, R, Settings, changed, check_resumable, of_rows, settled
 from stretto.checks import check_run, check_supervised, disk
 from stretto.config import (
     Config,
