@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 from stretto.models.cpu_threads import interrupt, set_threads, side_by_side, thread_scaling
 from stretto.runtime.thread_workers import scaling_of
@@ -129,3 +130,25 @@ def test_the_probe_of_a_model_changes_nothing_and_fits_its_positions() -> None:
     assert scaling_of(model, 4, 1) >= 0
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_probe_leaves_adapters_of_parameters_as_they_are() -> None:
+    """peft registers such an adapter on its module during each pass, which two threads disturb."""
+    config = GptOssConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=40,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    adapters = LoraConfig(target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"])
+    model = get_peft_model(GptOssForCausalLM(config), adapters)
+    modules = [name for name, _ in model.named_modules()]
+    assert scaling_of(model, 4, 1) >= 0
+    assert [name for name, _ in model.named_modules()] == modules

@@ -192,10 +192,11 @@ def scaling_of(actor: nn.Module, batch: int, threads: int) -> float:
     length = min(ROW_TOKENS, positions(actor) or ROW_TOKENS)
     rows = [[0] * length] * min(batch, MOST_ROWS)
     weights = [p for p in actor.parameters() if p.requires_grad]
+    decoder = with_own_structure(actor)  # passes of some adapters change modules
 
     def decoding() -> None:
         with torch.inference_mode():
-            hidden_states(actor, [row[:1] for row in rows])
+            hidden_states(decoder, [row[:1] for row in rows])
 
     def training() -> None:
         loss = hidden_states(actor, rows).float().square().mean()
