@@ -17,6 +17,9 @@ from rounding import GRADIENT_TERMS, rounding
 from stretto.algorithms import advantages
 
 trl = pytest.importorskip("trl", "1.16")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.(is_)?gradient_checkpointing. is deprecated:FutureWarning"
+)
 
 LR, TOKENS = 1e-3, 40
 PROMPTS = ("one", "three", "seven", "twelve")
