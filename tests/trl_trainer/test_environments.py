@@ -307,3 +307,18 @@ def test_environments_are_as_many_as_responses_generated_at_a_time(
     history = trainer.state.log_history
     assert {row["reward"] for row in history if "reward" in row} == {0.75}
     assert {row["eval_reward"] for row in history if "eval_reward" in row} == {0.75}
+
+
+def test_rows_name_one_of_several_environments(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", chat=True)
+    args = GRPOConfig(str(tmp_path / "out"), max_steps=1, num_generations=4, use_cpu=True)
+    for environment, named in (({"environment": "vault"}, "'vault'"), ({}, "None")):
+        with raises(
+            TaskError, "unknown-environment", f"row 1: the column 'environment' is {named}"
+        ):
+            GRPOTrainer(
+                str(tmp_path / "model"),
+                args=args,
+                train_dataset=[{**ROWS[0], "environment": "safe"}, {**ROWS[1], **environment}],
+                environment_factory={"safe": Owner, "bell": Bell},
+            )

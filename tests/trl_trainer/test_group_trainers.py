@@ -855,3 +855,21 @@ def test_what_example_scripts_call_is_there(
         trainer.push_to_hub()
     with raises(ConfigError, "no-eval-dataset"):
         trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "noted"),
+    [
+        ("dapo", "sequence", True),
+        ("dr_grpo", "sequence", True),
+        ("grpo", "sequence", False),
+        ("luspo", "sequence", False),
+        ("dapo", "token", False),
+    ],
+)
+def test_losses_that_weight_ratios_of_responses_by_length_are_noted(
+    loss_type: str, level: str, noted: bool
+) -> None:
+    args = GRPOConfig(loss_type=loss_type, importance_sampling_level=level)
+    notes = arguments.notes(args, arguments.fill_in_sizes(args, 10))
+    assert any(f"'{loss_type}' weights each response" in note for note in notes) is noted

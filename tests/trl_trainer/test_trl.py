@@ -300,6 +300,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"use_cpu": False}, "model.device", "auto"),
     ({"bf16": False}, "model.dtype", "float32"),
     ({"gradient_checkpointing": True}, "model.gradient_checkpointing", "on"),
+    ({"activation_checkpointing": True}, "model.gradient_checkpointing", "on"),
+    (
+        {"gradient_checkpointing": True, "activation_checkpointing": False},
+        "model.gradient_checkpointing",
+        "off",
+    ),
     ({"report_to": "none"}, "observe.trackers", ()),
     ({"report_to": ["tensorboard"]}, "observe.trackers", ("tensorboard",)),
     ({"report_to": "wandb"}, "observe.trackers", ("wandb",)),

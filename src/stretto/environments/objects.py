@@ -21,6 +21,9 @@ from stretto.environments.made import is_verl
 from stretto.environments.tools import schema_of
 from stretto.errors import ConfigError
 
+ENVIRONMENTS = "environments"
+"""Name of a mapping of environments, from which a row's column ``environment`` chooses."""
+
 
 def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[str, Any]:
     """Return tools or environment factories in the form of ``environment.sources``.
@@ -50,7 +53,7 @@ def named_objects(tools: Any, environment_factory: Any, most: int = 0) -> dict[s
         factories = {
             key: _factory(repr(key), factory, most) for key, factory in environment_factory.items()
         }
-        return {"environments": factories}
+        return {ENVIRONMENTS: factories}
     name = getattr(environment_factory, "__name__", type(environment_factory).__name__)
     return {name: _factory(name, environment_factory, most)}
 

@@ -253,7 +253,7 @@ def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> RunSizes:
 
 
 def notes(args: TrlConfig, sizes: RunSizes) -> list[str]:
-    """Return notes on the derived sizes, and on arguments that were set but have no effect."""
+    """Return notes on the derived sizes, the loss, and arguments that were set without effect."""
     factors = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
     split = ""
     if isinstance(args, PPOConfig) and args.num_mini_batches > 1:
@@ -274,11 +274,18 @@ def notes(args: TrlConfig, sizes: RunSizes) -> list[str]:
         f"batch {sizes.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
         f"{factors}{split}; {count}"
     )
+    of_loss = []
+    by_length = AGGREGATIONS.get(getattr(args, "loss_type", "")) in ("token_mean", "fixed_length")
+    if by_length and getattr(args, "importance_sampling_level", "") == "sequence":
+        of_loss = [
+            f"loss_type = '{getattr(args, 'loss_type', '')}' weights each response's ratio by its "
+            "length; loss_type = 'grpo' weights all equally, as the paper of GSPO does"
+        ]
     by_reason: dict[str, list[str]] = {}
     for name, why in _without_effect(args).items():
         by_reason.setdefault(why, []).append(name)
     idle = [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
-    return [first, *idle]
+    return [first, *of_loss, *idle]
 
 
 def _without_effect(args: TrlConfig) -> dict[str, str]:
@@ -308,6 +315,9 @@ def settings(
     epoch = math.ceil(sizes.rows * _group(args) / sizes.batch)
     save_intervals = {"no": 0, "steps": math.ceil(_count(args.save_steps, theirs) / sizes.updates)}
     penalty = getattr(args, "missing_eos_penalty", None)
+    recomputes = args.activation_checkpointing  # the name in transformers 5.24
+    if recomputes is None:
+        recomputes = args.gradient_checkpointing
     flat: dict[str, Any] = {
         "steps": sizes.steps,
         "out": str(args.output_dir),
@@ -316,7 +326,7 @@ def settings(
         "model.dtype": dtype,
         "model.device": device(args),
         "model.torch_compile": args.torch_compile and _runtime(args) != "inline",
-        "model.gradient_checkpointing": bool(args.gradient_checkpointing),
+        "model.gradient_checkpointing": bool(recomputes),
         "task.kind": "dataset",
         "task.name": "train_dataset",
         "task.chat": "off",

@@ -338,7 +338,6 @@ OPTIMIZERS = {
 """``optim`` to ``training.optim``."""
 
 _REFUSED = {
-    "accelerate is not used here; leave it out": "accelerator_config",
     "AdamW's epsilon is 1e-8 here; leave it out": "adam_epsilon",
     "batch sizes are what the settings say; lower per_device_train_batch_size, which bounds memory "
     "and does not change the result": "auto_find_batch_size",
@@ -355,8 +354,6 @@ _REFUSED = {
     "the optimizer is AdamW, with optim, learning_rate, weight_decay, adam_beta1 and adam_beta2; "
     "leave it out": "adafactor optim_args optim_target_modules",
     "PPO's losses have no labels to smooth; leave it out": "label_smoothing_factor",
-    "say gradient_checkpointing instead": "activation_checkpointing "
-    "activation_checkpointing_kwargs",
     "the learning-rate schedules here take no further arguments; leave it "
     "out": "lr_scheduler_kwargs",
     "the losses here have no such term; leave it out": "normalize_advantages "
@@ -384,8 +381,8 @@ _IDLE = {
     "samples.jsonl in the run's folder has responses of each step": "log_completions "
     "log_multimodal log_unique_prompts num_completions_to_print",
     "sync_ref_model is False": "ref_model_mixup_alpha ref_model_sync_steps",
-    "training runs in one process": "average_tokens_across_devices ddp_* ds3_gather_for_generation "
-    "local_rank log_level_replica log_on_each_node save_on_each_node",
+    "training runs in one process": "accelerator_config average_tokens_across_devices ddp_* "
+    "ds3_gather_for_generation local_rank log_level_replica log_on_each_node save_on_each_node",
     "an evaluation has one greedy answer to each held-out prompt": "batch_eval_metrics "
     "bf16_full_eval eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start "
     "eval_use_gather_object fp16_full_eval greater_is_better include_for_metrics label_names "
@@ -402,7 +399,7 @@ _IDLE = {
     "safetensors": "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint "
     "save_only_model save_safetensors",
     "it would change the speed or the memory alone, and the engine and the learner here have their "
-    "own ways": "activation_offloading cache_implementation gradient_checkpointing_kwargs "
+    "own ways": "*_checkpointing_kwargs activation_offloading cache_implementation "
     "liger_kernel_config tf32 torch_compile_* torch_empty_cache_steps torchdynamo "
     "transformers_continuous_batching_config use_cache use_transformers_*",
     "the seed alone decides what is drawn": "full_determinism",

@@ -17,10 +17,10 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from stretto.config import EnvironmentConfig, TaskConfig
+from stretto.config import ENVIRONMENT, EnvironmentConfig, TaskConfig
 from stretto.environments.adapters import is_trl
 from stretto.environments.executors import LocalEnvironment, settings_of
-from stretto.environments.objects import named_objects
+from stretto.environments.objects import ENVIRONMENTS, named_objects
 from stretto.environments.renderer import open_bridge
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.models.backend import pick_device, pick_dtype
@@ -432,6 +432,18 @@ class Answering:
     opening: int = 0
     most: int = 0
 
+    def require_environment(self, row: TaskRow, name: str) -> None:
+        """Raise TaskError if the row names none of several environments."""
+        factories = self.objects.get(ENVIRONMENTS)
+        environment = row.data.get(ENVIRONMENT)
+        if isinstance(factories, Mapping) and str(environment) not in map(str, factories):
+            raise TaskError(
+                f"{name}, row {row.index}: the column '{ENVIRONMENT}' is {environment!r}, and "
+                f"environment_factory has {', '.join(map(repr, factories))}; correct the row, or "
+                "drop it with dataset.filter",
+                "unknown-environment",
+            )
+
 
 def answering(
     tools: Any,
@@ -496,6 +508,8 @@ class PromptTask(_Rows):
         read = (render(row, config, tokenizer, **how) for row in task_rows)
         self.longest = max(len(prompt.tokens) for prompt in read)
         if answers and answers.objects:
+            for task_row in task_rows:
+                answers.require_environment(task_row, name)
             opens = self._opening and any(row.prompt == (EMPTY,) for row in task_rows)
             self.longest = max(self.longest, self._opening) if opens else self.longest + OPENING
             if self.chat == "off":
