@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import os
@@ -208,9 +209,17 @@ def not_defined(file: str, name: str, functions: Collection[str], setting: str) 
 
 
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Return or raise the outcome of a call, in the calling process only."""
-    with ending_forked_children():
-        return call(*args, **keywords)
+    """Return or raise the outcome of a call, in the calling process only.
+
+    The call can run event loops, as in a script, even if the thread is running one.
+    """
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        with ending_forked_children():
+            return call(*args, **keywords)
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 @contextmanager

@@ -109,6 +109,19 @@ def test_tools_that_set_an_alarm_run_in_the_main_thread(where: str) -> None:
     ready[0].close()
 
 
+def test_a_tool_in_the_main_thread_may_run_event_loops() -> None:
+    async def main() -> Any:
+        runner = Runner(1, 5.0)
+        runner.main = asyncio.get_running_loop()
+        return await runner(marked)
+
+    def marked() -> int:
+        return asyncio.run(asyncio.sleep(0, 7))
+
+    marked.main_thread = True  # type: ignore[attr-defined]
+    assert asyncio.run(main()) == 7
+
+
 def test_code_shows_whether_it_needs_the_main_thread() -> None:
     assert all(map(needs_main_thread, (query, swallows, waits, Alarmed, bound_worlds.marked)))
     others = (Table, Stepped, bound_worlds.slow, bound_worlds.guarded, bound_worlds.where, len)

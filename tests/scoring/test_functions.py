@@ -1290,6 +1290,27 @@ def test_an_async_object_is_waited_for() -> None:
     assert len(loops) == 1
 
 
+def test_an_object_may_run_event_loops_although_the_thread_runs_one() -> None:
+    async def length(text: str) -> float:
+        await asyncio.sleep(0)
+        return len(text)
+
+    def trl(completions: list[str]) -> list[float]:
+        return [asyncio.run(length(c)) for c in completions]
+
+    async def verl(solution_str: str, ground_truth: str, data_source: str = "") -> float:
+        return await length(solution_str)
+
+    async def judged(function: Callable[..., Any]) -> list[float | None]:
+        loop = asyncio.get_running_loop()
+        prompts = [Prompt(i, (0,), "q", data={"ground_truth": ""}) for i in range(2)]
+        values = numbers(judge(local(function), ["ab", "c"], prompts))
+        assert asyncio.get_running_loop() is loop
+        return values
+
+    assert asyncio.run(judged(trl)) == asyncio.run(judged(verl)) == [2.0, 1.0]
+
+
 def test_what_goes_wrong_in_an_object_is_a_failure_of_the_sample() -> None:
     def f(completions: list[str]) -> list[float | str | None]:
         if "bomb" in completions:

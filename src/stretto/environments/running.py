@@ -216,7 +216,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _called(call: Callable[[], Any]) -> Any:
-    result = call()
+    result = in_this_process(call)
     return await result if inspect.isawaitable(result) else result
 
 

@@ -26,6 +26,7 @@ from stretto.observe.recorder import extra_by_source, extra_means, scores_by_sou
 from stretto.observe.run_directory import TrainResult
 from stretto.observe.spans import DRIVER_CPU, Span
 from stretto.observe.transcripts import transcript
+from stretto.outside import in_this_process
 from stretto.planner.live_recording import LiveRecording
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
@@ -334,7 +335,7 @@ class _TrainingLoop:
             failures = [s.failure for s in rollout.scores.values() if s.failure]
             reason = "; ".join(failures) or rollout.rejected_because
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
-        request = self.on_step(self.done, self.stats)
+        request = in_this_process(self.on_step, self.done, self.stats)
         self.save_asked = request == "save"
         if self.save_asked:
             self.running.gate.recorder.saves(self.done)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -275,7 +274,8 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     function = function_or_object(function, file, name)
     signature = inspect.signature(function)
     convention, columns, required, environments = convention_of(signature, file, name)
-    aliases, loop = convention.aliases, _Loop()
+    aliases = convention.aliases
+    loop = asyncio.Runner()  # one for all calls, because clients keep connections in it
     if columns is None:  # with **kwargs, only the code shows its use
         code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
         environments |= ENVIRONMENTS in getattr(code, "co_consts", ())
@@ -314,21 +314,6 @@ def bound(
     names, takes_any = _names(signature)
     keys = (k for k in arguments if k in names or (takes_any and k not in aliases))
     return partial(function, **{key: arguments[key] for key in keys})
-
-
-class _Loop:
-    """One event loop for all calls of a function, because its clients keep connections in it."""
-
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._runner.run(work)
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self._runner.run, work).result()
 
 
 async def _itself(result: Awaitable[T]) -> T:
@@ -388,7 +373,7 @@ def one_by_one(
     score: Callable[[Sample], Any],
     file: str | None = None,
     entry: Callable[[Any], Verdict] = _number,
-    loop: _Loop | None = None,
+    loop: asyncio.Runner | None = None,
 ) -> Run:
     """Score each sample separately, so that an error concerns only one.
 
@@ -423,7 +408,7 @@ def one_by_one(
             else:
                 send({"at": at, **verdict})
         if results and loop:
-            loop.run(finish_all(results, send))
+            in_this_process(loop.run, finish_all(results, send))
 
     return run
 
