@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from contextlib import suppress
@@ -194,12 +195,16 @@ def test_a_server_names_the_first_field_that_it_cannot_honour(name: str) -> None
 
 def test_requests_that_can_never_fit_are_refused_before_work() -> None:
     limits = RequestLimits(answers=4, tokens=10, characters=50)
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": "b" * 50})}}
+    long_call = {"role": "assistant", "content": None, "tool_calls": [call]}
     few: list[tuple[Any, dict[str, Any], str]] = [
         (CompletionRequest, {"prompt": ["a"] * 5}, "too_many_answers"),
         (CompletionRequest, {"prompt": [[1]] * 3, "n": 2}, "too_many_answers"),
         (CompletionRequest, {"prompt": ["a", "b" * 51]}, "context_length_exceeded"),
         (CompletionRequest, {"prompt": [[1] * 11]}, "context_length_exceeded"),
         (ChatRequest, {"messages": [USER] * 3}, "context_length_exceeded"),
+        (ChatRequest, {"messages": [{**USER, "role": "r" * 50}]}, "context_length_exceeded"),
+        (ChatRequest, {"messages": [USER, long_call]}, "context_length_exceeded"),
         (ChatRequest, {"messages": [USER], "n": 5}, "too_many_answers"),
         (ChatRequest, {"messages": [USER], "tools": [TOOL]}, "context_length_exceeded"),
         (ChatRequest, {"messages": [USER], "stop": list("abcde")}, "invalid_value"),

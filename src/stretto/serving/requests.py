@@ -238,6 +238,11 @@ class ChatMessage(_Body):
     tool_call_id: str | None = None
     name: str | None = None
 
+    @property
+    def text(self) -> str:
+        calls = (str(call.function.arguments) for call in self.tool_calls or ())
+        return "".join([self.role, self.content, self.reasoning_content or "", *calls])
+
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, value: Any) -> Any:
@@ -284,8 +289,8 @@ class ChatRequest(_Request, Options):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        texts = [f"{m.content}{m.reasoning_content or ''}" for m in self.messages]
-        return ["".join([*texts, *(str(tool.function) for tool in self.tools or ())])]
+        tools = (str(tool.function) for tool in self.tools or ())
+        return ["".join([*(message.text for message in self.messages), *tools])]
 
     @property
     def offered(self) -> list[dict[str, Any]]:
