@@ -224,6 +224,12 @@ def test_a_program_is_recognised_and_run(places: Places) -> None:
             ["A"],
             "environment-parameters",
         ),
+        ("def f() -> str:\n    'F.'\n    yield ''\n", ["f"], "environment-generator"),
+        (
+            "class A:\n    def reset(self): pass\n    async def step(self, a): yield a\n",
+            ["A"],
+            "environment-generator",
+        ),
     ],
 )
 def test_sources_of_no_known_shape_are_refused(
@@ -233,6 +239,18 @@ def test_sources_of_no_known_shape_are_refused(
     file.write_text(text)
     with raises(ConfigError, code):
         places_of(*names, file=file)
+
+
+def test_only_routines_of_a_trl_environment_are_tools(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class A:\n    kind = dict\n    class State: pass\n    def reset(self, **row): pass\n"
+        "    def f(self) -> str:\n        'F.'\n        return ''\n"
+        "    @staticmethod\n    def g() -> str:\n        'G.'\n        return ''\n"
+    )
+    (place,) = places_of("A", file=file)
+    assert [tool["function"]["name"] for tool in place.ready["tools"]] == ["f", "g"]
+    place.close()
 
 
 def test_what_is_no_environment_is_named_in_words(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from stretto.environments.results import (
     summed,
 )
 from stretto.environments.running import CallError, Runner
-from stretto.environments.tools import Results, Tool, ToolSet, schema_of
+from stretto.environments.tools import Results, Tool, ToolSet, refuse_generator, schema_of
 from stretto.errors import ConfigError, RewardError
 from stretto.scoring.conventions import as_number
 
@@ -139,7 +139,7 @@ class Factory:
 
 
 def tools_of(kind: type) -> list[str]:
-    names = (name for name, _ in inspect.getmembers(kind, callable))
+    names = (name for name, _ in inspect.getmembers(kind, inspect.isroutine))
     return [n for n in names if not (n.startswith("_") or n in ("reset", "get_reward"))]
 
 
@@ -246,6 +246,8 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
     shape = None if kind is None else shape_of(kind)
     if kind is None or shape is None:
         raise unknown_environment(name, sort_of(factory))
+    for method in ("step", *BEGINNINGS):
+        refuse_generator(getattr(kind, method, None), name)
     replay = str(getattr(kind, "replay", "") or "")
     if replay not in ("", "pure", "recorded", "no"):
         raise ConfigError(

@@ -25,6 +25,7 @@ Tool = Callable[..., Any]
 
 def schema_of(function: Tool, source: str) -> dict[str, Any]:
     """Return a function's JSON schema. ConfigError without hints or Google-style docstring."""
+    refuse_generator(function, source)
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -38,6 +39,16 @@ def schema_of(function: Tool, source: str) -> dict[str, Any]:
             "docstring",
             "tool-without-schema",
         ) from error
+
+
+def refuse_generator(function: Any, source: str) -> None:
+    """Raise ConfigError for a function with ``yield``, because its result would be no value."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"`environment.sources`: '{function.__name__}' of '{source}' is a generator, and "
+            "nothing would read its values; return one result in place of 'yield'",
+            "environment-generator",
+        )
 
 
 class Results:
