@@ -399,6 +399,9 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_text("prompt,answer\nx\n")
     with raises(TaskError, "prompt-not-text", "row 0", "None"):
         load("r.csv")
+    (tmp_path / "s.csv").write_text("prompt;answer\nx;1\n")
+    with raises(TaskError, "invalid-csv", "';'"):
+        load("s.csv")
     (tmp_path / "q.csv").write_text('prompt\n"x\n')
     with raises(TaskError, "invalid-csv", "q.csv', line 2"):
         load("q.csv")

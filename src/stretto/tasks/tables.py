@@ -213,6 +213,11 @@ def _read_csv(path: Path) -> list[Row]:
         if duplicates := [name for name, count in Counter(names).items() if count > 1]:
             message = f"'{path}' has several columns of one name: {', '.join(duplicates)}"
             raise TaskError(message, "columns-alike")
+        if len(names) == 1 and (separator := re.search("[;\t|]", names[0])):
+            raise TaskError(
+                f"'{path}' separates its columns by {separator[0]!r}, and must by commas",
+                "invalid-csv",
+            )
         none = [None] * len(names)
         cells = (row if len(row) == len(names) else none for row in lines if row)
         return [dict(zip(names, row, strict=True)) for row in cells]
@@ -241,7 +246,10 @@ def _decode(text: str, where: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise TaskError(f"{where}: not valid JSON ({error})", "invalid-json") from error
+        raise TaskError(
+            f"{where}: not valid JSON ({error}); a file is a list of rows, or has one row a line",
+            "invalid-json",
+        ) from error
 
 
 def _read_hub(config: TaskConfig | RowsConfig) -> Any:
