@@ -93,6 +93,18 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(
 
 
 @pytest.mark.parametrize("template", [CHAT, MARKED])
+def test_a_turn_of_weight_0_is_read_and_not_learned(tmp_path: Path, template: str) -> None:
+    first = [TALK[0], {**TALK[1], "weight": 0}]
+    rows = [{"messages": first + TALK[2:]}, {"messages": [*TALK[:3], {**TALK[3], "weight": 1}]}]
+    weighted, everything = examples_of(tmp_path, rows, template)
+    history = "[user]hi$\n[assistant]hello$\n[user]more$\n[assistant]"
+    assert parts(weighted) == [(history, False), ("no$", True)]
+    assert sum(everything.trained) == len("hello$no$")
+    with raises(TaskError, "nothing-to-learn"):
+        examples_of(tmp_path, [{"messages": first}], template)
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED])
 def test_of_a_prompt_with_history_only_the_completion_is_learned(
     tmp_path: Path, template: str
 ) -> None:

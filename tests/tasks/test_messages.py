@@ -13,7 +13,7 @@ from scorer_helpers import byte_tokenizer
 from stretto.config import TaskConfig
 from stretto.errors import TaskError
 from stretto.tasks.encode import Encoder, with_parsed_arguments
-from stretto.tasks.messages import as_messages, cell_of, prompt_of, tools_in
+from stretto.tasks.messages import as_messages, as_prompt, cell_of, prompt_of, tools_in
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow
 from stretto.types import Message
@@ -45,6 +45,10 @@ def called(arguments: Any) -> tuple[Message, ...]:
 def text(row: TaskRow, template: str = ARGUMENTS, **settings: Any) -> str:
     config = TaskConfig.model_validate({"kind": "dataset", "name": "x", **settings})
     return render(row, config, templated(template)).text
+
+
+def test_blank_arguments_are_an_empty_object() -> None:
+    assert text(TaskRow(called(" "))) == text(TaskRow(called({}))) == "user:q;assistant:;tool:ok;"
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Rome"}, json.dumps({"city": "Rome"})])
@@ -166,6 +170,32 @@ def test_sharegpts_messages_are_read() -> None:
         {"role": "assistant", "content": "a"},
     )
     assert as_messages({"from": "gpt", "value": "a"}) == ({"role": "assistant", "content": "a"},)
+
+
+TURNS = [{"role": "system", "content": "s"}, {"content": "q", "role": "user"}]
+
+
+def test_messages_and_calls_may_be_json_text() -> None:
+    assert as_prompt(f" {json.dumps(TURNS)}\n") == as_prompt(TURNS) == tuple(TURNS)
+    calls = [{"function": {"name": "f", "arguments": {"a": None}}}]
+    turn = {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)}
+    assert as_messages([turn]) == as_messages([{**turn, "tool_calls": calls}])
+    assert as_messages([{**turn, "tool_calls": ""}]) == ({"role": "assistant", "content": ""},)
+    for question in ('[{"role": "admin"}]', '[{"role": "user"}] What is that?', '{"content": ""}'):
+        assert as_prompt(question) == question
+
+
+@pytest.mark.parametrize("value", [str(TURNS), "[{'from': 'human', 'value': 'q'}\n {}]"])
+def test_messages_as_python_prints_them_are_refused(value: str) -> None:
+    with raises(TaskError, "messages-not-json", "json.dumps"):
+        as_prompt(value)
+    with raises(TaskError, "messages-not-json", "tool_calls"):
+        as_messages({"role": "assistant", "tool_calls": value})
+
+
+def test_parts_of_openais_responses_are_text() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert as_prompt([{"role": "user", "content": parts}]) == ({"role": "user", "content": "ab"},)
 
 
 @pytest.mark.parametrize("value", [[{"role": "user"}], [{"content": "q"}], [1], "q", [], {}, None])

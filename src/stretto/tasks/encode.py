@@ -318,7 +318,7 @@ def _parsed_call(call: Any) -> Any:
     parsed = dict(call)
     if isinstance(call.get("arguments"), str):
         with suppress(ValueError):
-            parsed["arguments"] = parse(call["arguments"])
+            parsed["arguments"] = parse(call["arguments"].strip() or "{}")
     return parsed
 
 

@@ -6,6 +6,7 @@ value is null counts as absent, at any depth.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -30,8 +31,14 @@ INSTRUCTION = "instruction"
 """Column of prompts in Alpaca and Dolly. The input of an instruction is in another column."""
 _CONTEXTS = ("input", "context")
 
-KEYS = "'role' and 'content' (or 'from' and 'value')"
+KEYS = "'role' and 'content' (or 'from' and 'value'), both text"
 """Required keys of a message. Further keys are passed on to templates."""
+
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts in chats, and in OpenAI's responses."""
+
+_WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
+"""A text that is a list of messages, as in files whose cells are all text."""
 
 _SHAREGPT = {
     "human": "user",
@@ -102,26 +109,45 @@ def as_demonstration(value: Any) -> str | tuple[Message, ...]:
 
 
 def _text_or_messages(value: Any) -> str | tuple[Message, ...]:
-    if isinstance(value, str) and value.strip():
+    messages = as_messages(value)
+    if not messages and isinstance(value, str) and value.strip():
         utf8(value)
         return value
-    messages = as_messages(value)
     for message in messages:
         utf8(message["role"] + message["content"])
     return messages
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """Return a cell's messages, or none for other cells. TaskError for parts other than text."""
+    """Return a cell's messages, which may be JSON text, or none for other cells.
+
+    Raises TaskError for parts other than text, and for messages written in another form than JSON.
+    """
+    if isinstance(value, str) and _WRITTEN.fullmatch(value):
+        value = _parsed(value, "messages")
     entries = [value] if isinstance(value, Mapping) else value
     messages = list(map(_as_message, entries)) if isinstance(entries, list) else []
     return tuple(m for m in messages if m) if all(messages) else ()
 
 
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise TaskError(
+            f"{name} are a list or its JSON text, as json.dumps writes it, and this text is not "
+            f"valid JSON ({error}); got {text[:200]!r}",
+            "messages-not-json",
+        ) from error
+
+
 def _as_message(value: Any) -> Message | None:
     if not isinstance(value, Mapping):
         return None
-    message: Any = _without_nulls(plain(value, finite=False))
+    message: Any = plain(value, finite=False)
+    if isinstance(message.get("tool_calls"), str):
+        message["tool_calls"] = _parsed(message["tool_calls"] or "[]", "tool_calls")
+    message = _without_nulls(message)
     if "role" not in message and "from" in message:
         message = _of_sharegpt(message)
     if not message.get("tool_calls"):
@@ -149,6 +175,11 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+def is_ignored(message: Message) -> bool:
+    """Whether a turn is not learned, as OpenAI's fine-tuning says by ``weight``."""
+    return message.get("weight", 1) == 0
+
+
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         entries = ((key, _without_nulls(entry)) for key, entry in value.items())
@@ -157,7 +188,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text_of_part(part: Mapping[str, Any]) -> str:
-    if part.get("type") == "text" and isinstance(part.get("text"), str):
+    if part.get("type") in _TEXTS and isinstance(part.get("text"), str):
         return str(part["text"])
     raise TaskError(
         f"a part of a message is of type '{part.get('type')}', and models are trained on text "

@@ -15,7 +15,7 @@ from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.saying import Say, working
 from stretto.tasks.encode import Encoder, template_accepts
-from stretto.tasks.messages import SYSTEM, TOOLS, arguments_in, system_in, tools_in
+from stretto.tasks.messages import SYSTEM, TOOLS, arguments_in, is_ignored, system_in, tools_in
 from stretto.tasks.tables import TableTask, of_row
 from stretto.tasks.task import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.types import Message, Prompt
@@ -218,7 +218,7 @@ class PromptSource:
         # The prompt already has the system message and the instruction.
         plain = self.config.model_copy(update={"system": "", "instruction": ""})
         for at, turn in enumerate(demonstration):
-            if turn["role"] == "assistant":
+            if turn["role"] == "assistant" and not is_ignored(turn):
                 turn_row = replace(row, prompt=(*opening, *demonstration[:at]), tokens=())
                 yield self._rendered(turn_row, plain, prompt_id) if at else prompt, turn["content"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.tasks.encode import Encoder, template_accepts, utf8
-from stretto.tasks.messages import TOOLS, arguments_in, tools_in
+from stretto.tasks.messages import TOOLS, arguments_in, is_ignored, tools_in
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow
 from stretto.types import Message, Prompt
@@ -135,7 +135,8 @@ class PromptLayout:
             answer = self.response(prompt, completion)
             return _example([*prompt.tokens, *answer], [False] * start + [True] * len(answer))
         turns = [*prompt.messages, *completion]
-        if not _GENERATION.search(str(self._tokenizer.chat_template)):
+        marked = _GENERATION.search(str(self._tokenizer.chat_template))
+        if not marked or any(map(is_ignored, completion)):
             return self._spanned(prompt.messages, turns, _options(prompt))
         with template_accepts(turns):
             tokens, marks = self._encoder.marked(turns, **_options(prompt))
@@ -165,7 +166,7 @@ class PromptLayout:
         text, tokens = "", list[int]()
         trained = list[bool]()
         for at in range(len(prompt_turns), len(turns)):
-            if turns[at]["role"] != "assistant":
+            if turns[at]["role"] != "assistant" or is_ignored(turns[at]):
                 continue
             for is_answer in (False, True):
                 piece = self._grown(text, turns[: at + is_answer], options, answer=not is_answer)
@@ -174,7 +175,7 @@ class PromptLayout:
                 text += piece
                 tokens += ids
                 trained += [True] * count + [False] * (len(ids) - count)
-        if trained[-1] and tokens[-1] not in self._ends:  # the template does not end a turn
+        if any(trained[-1:]) and tokens[-1] not in self._ends:  # the template does not end a turn
             tokens.append(self._end)
             trained.append(True)
         return _example(tokens, trained)

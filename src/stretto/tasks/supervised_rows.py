@@ -198,9 +198,9 @@ def _dialogue(column: str, row: Row, index: int) -> Demonstration:
 def _answered(columns: tuple[str, str], row: Row, index: int) -> Demonstration:
     _, completion = cells_of(row, *columns)
     prompt = prompt_of(row, columns[0])
-    if isinstance(completion, str) and completion.strip():
-        return Demonstration(prompt, completion, index, row)
     messages = as_messages(completion)
+    if not messages and isinstance(completion, str) and completion.strip():
+        return Demonstration(prompt, completion, index, row)
     if not messages or messages[-1]["role"] != "assistant":
         raise TaskError(
             "a completion is text, or a list of messages that ends with the assistant's; got "
@@ -272,7 +272,7 @@ def tokens_of(pair: Pair, layout: PromptLayout) -> PairTokens:
 
 
 def _side(value: Any, name: str) -> Turns:
-    side = value if isinstance(value, str) else as_messages(value)
+    side = as_messages(value) or (value if isinstance(value, str) else ())
     if not side:
         raise TaskError(
             f"the {name} side must be text that is not empty, or a list of messages with {KEYS}; "
