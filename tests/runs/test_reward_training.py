@@ -224,6 +224,23 @@ def test_a_rows_tools_and_system_message_are_in_a_pairs_prompt(tmp_path: Path) -
     assert (tokens.chosen, tokens.rejected) == ((ord("a"), EOS), (ord("b"), EOS))
 
 
+def test_calls_and_reasoning_of_a_side_reach_the_template(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    sides = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    sides.append({"role": "assistant", "content": "b", "reasoning_content": "so"})
+    pair = read_one(tmp_path, {"prompt": "q", "chosen": sides[0], "rejected": sides[1]})
+    tokenizer = byte_tokenizer()
+    plain = PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
+    with raises(TaskError, "no-chat-template", "tool_calls"):
+        tokens_of(pair, plain)
+    extra = "(m.reasoning_content or '') + (m.tool_calls | tojson if m.tool_calls else '') + m['c"
+    tokenizer.chat_template = CHATML.replace("m['c", extra)
+    tokens = tokens_of(pair, PromptLayout(tokenizer, frozenset({EOS}), PairsConfig()))
+    written = '[{"function": {"name": "f", "arguments": {"a": 1}}}]'
+    assert tokens.chosen == (*written.encode(), EOS)
+    assert tokens.rejected == (*b"sob", EOS)
+
+
 def test_texts_with_nothing_in_common_have_no_prompt(tmp_path: Path) -> None:
     with raises(TaskError, "no-shared-prompt"):
         read_one(tmp_path, {"chosen": "What?", "rejected": "Why?"}, prompt_column="")

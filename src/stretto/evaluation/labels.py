@@ -35,7 +35,7 @@ from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import response_text
 from stretto.tasks.encode import utf8
-from stretto.tasks.messages import as_prompt
+from stretto.tasks.messages import Answer, as_prompt, text_of_answer
 from stretto.tasks.responses import PromptLayout
 from stretto.tasks.supervised_rows import Turns, attempt, attempt_rows, cells_of, read_pairs
 from stretto.tasks.tables import Row, of_row, read
@@ -80,7 +80,7 @@ class Candidates:
 
     index: int
     prompt: Turns
-    responses: Sequence[str]
+    responses: Sequence[Answer]
     data: Row
     transcript: bool = False
     labelled: bool = False
@@ -204,7 +204,7 @@ def _of_group(
 
 
 def best_and_worst(
-    texts: Sequence[str],
+    texts: Sequence[Answer],
     scores: Sequence[float],
     cells: Sequence[Any] = (),
     columns: tuple[str, str] = ("chosen", "rejected"),
@@ -270,12 +270,12 @@ def _tokenised(
     with of_row(f"row {row.index}"):
         if layout:
             prompt = layout.prompt(row.prompt, data=row.data, transcript=row.transcript)
-            return row, prompt, [layout.response(prompt, text) for text in row.responses]
+            return row, prompt, [layout.response(prompt, r) for r in row.responses]
         messages = None if isinstance(row.prompt, str) else row.prompt
         turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
         text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
         prompt = Prompt(0, tuple(utf8(text)), text, messages)
-        return row, prompt, [tuple(utf8(text)) for text in row.responses]
+        return row, prompt, [tuple(utf8(text_of_answer(r))) for r in row.responses]
 
 
 def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stretto.config.sections import ARGUMENTS, wrong_arguments
 from stretto.errors import TaskError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from stretto.types import Message
 
 Row = Mapping[str, Any]
+Answer: TypeAlias = "str | Message"
+"""A response as text, or as a turn that also has calls or reasoning."""
 
 TOOLS = "tools"  # default column of tool schemas
 SYSTEM = "system"  # default column of a row's own system message
@@ -173,6 +175,17 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
             message |= {"tool_calls": [{"type": "function", "function": c} for c in calls]}
             message["content"] = ""
     return message
+
+
+def text_of_answer(answer: Answer) -> str:
+    """Return a response without a template. TaskError for a turn with calls, which needs one."""
+    if isinstance(answer, str) or not answer.get("tool_calls"):
+        return answer if isinstance(answer, str) else answer["content"]
+    raise TaskError(
+        "a response has tool_calls, which only a chat template can write as text; use a model that "
+        "has one, or write the calls into the content",
+        "no-chat-template",
+    )
 
 
 def is_ignored(message: Message) -> bool:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.tasks.encode import Encoder, template_accepts, utf8
-from stretto.tasks.messages import TOOLS, arguments_in, is_ignored, tools_in
+from stretto.tasks.messages import (
+    TOOLS,
+    Answer,
+    arguments_in,
+    is_ignored,
+    text_of_answer,
+    tools_in,
+)
 from stretto.tasks.prompts import render
 from stretto.tasks.task import TaskRow
 from stretto.types import Message, Prompt
@@ -114,13 +121,17 @@ class PromptLayout:
         row = TaskRow(prompt, dict(data))
         return render(row, task, self._tokenizer, encoder=self._encoder, section="data")
 
-    def response(self, prompt: Prompt, text: str) -> tuple[int, ...]:
-        """Return a response's tokens and end token. TaskError if it changes the rendered prompt."""
+    def response(self, prompt: Prompt, answer: Answer) -> tuple[int, ...]:
+        """Return a response's tokens and end token.
+
+        Raises TaskError if it changes the rendered prompt, or has calls without a chat template.
+        """
         if prompt.messages is None:
+            text = text_of_answer(answer)
             escaped, at = self._encoder.escape(prompt.text + text), len(prompt.text)
             response_ids = self._after(escaped[:at], prompt.tokens, escaped[at:], special=True)
             return (*response_ids, self._end)
-        turn = Message(role="assistant", content=text)
+        turn = Message(role="assistant", content=answer) if isinstance(answer, str) else answer
         options = _options(prompt)
         prompt_text = self._template(prompt.messages, add_generation_prompt=True, **options)
         escaped = self._grown(prompt_text, [*prompt.messages, turn], options)

@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 from stretto.config import DemonstrationsConfig, PairsConfig, RowsConfig
 from stretto.errors import TaskError
-from stretto.tasks.messages import INSTRUCTION, KEYS, PROMPTS, as_messages, cell_of, prompt_of
+from stretto.tasks.messages import (
+    INSTRUCTION,
+    KEYS,
+    PROMPTS,
+    Answer,
+    as_messages,
+    cell_of,
+    prompt_of,
+)
 from stretto.tasks.responses import Example, PromptLayout
 from stretto.tasks.tables import Row, of_row, read
 from stretto.types import Message
@@ -42,8 +50,8 @@ class Pair:
     """Two responses to one prompt, of which ``chosen`` was preferred."""
 
     prompt: Turns
-    chosen: str
-    rejected: str
+    chosen: Answer
+    rejected: Answer
     index: int = 0  # of the row in its dataset
     transcript: bool = False  # the prompt is the common beginning of two texts that contain turns
     data: Row = field(default_factory=dict)
@@ -250,8 +258,8 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
         sides = _sides(
             prompt_of(row, column) if has_prompt else None, a, b, row, turns=bool(column)
         )
-        for name, text in zip(("chosen", "rejected"), sides[1:], strict=True):
-            if not text.strip():
+        for name, answer in zip(("chosen", "rejected"), sides[1:], strict=True):
+            if isinstance(answer, str) and not answer.strip():
                 raise TaskError(f"the {name} response is empty", "empty-response")
         return Pair(*sides, index, transcript, row)
 
@@ -284,7 +292,7 @@ def _side(value: Any, name: str) -> Turns:
 
 def _sides(
     prompt: Turns | None, a: Turns, b: Turns, row: Row, *, turns: bool
-) -> tuple[Turns, str, str]:
+) -> tuple[Turns, Answer, Answer]:
     if isinstance(a, str) and isinstance(b, str):
         if prompt is not None:
             return prompt, a, b
@@ -325,7 +333,7 @@ def _common_text(chosen: str, rejected: str, row: Row, *, turns: bool) -> int:
 
 def _common_messages(
     prompt: Turns | None, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
-) -> tuple[Turns, str, str]:
+) -> tuple[Turns, Answer, Answer]:
     """Return prompt and responses. Sides of several messages are complete conversations."""
     shared_count = len(list(takewhile(lambda m: m[0] == m[1], zip(chosen, rejected, strict=False))))
     a, b = chosen[shared_count:], rejected[shared_count:]
@@ -339,4 +347,8 @@ def _common_messages(
     if common_prompt is None:
         message = "the sides hold responses only; name the prompt's column with data.prompt_column"
         raise TaskError(message, "no-shared-prompt")
-    return common_prompt, a[0]["content"], b[0]["content"]
+    return common_prompt, _answer(a[0]), _answer(b[0])
+
+
+def _answer(turn: Message) -> Answer:
+    return turn if turn.keys() - {"role", "content"} else turn["content"]
