@@ -65,11 +65,12 @@ MEASURED: Mapping[str, Mapping[str, Any]] = {
     "auto, 1": {"schedule__preset": "auto", "schedule__max_staleness": 1},
     "sync again": SCHEDULES[REFERENCE],
     "async": SCHEDULES["async"],
-    "oppo-no-intra": SCHEDULES["oppo-no-intra"],
+    "oppo-no-intra": SCHEDULES["oppo-no-intra"] | {"schedule__max_carries": 1},
+    "overcommit 16": {"schedule__overcommit": 16, "schedule__max_carries": 1},
     "sync at the end": SCHEDULES[REFERENCE],
 }
-"""'auto' with its bounds on data age, and fixed knobs for the second one. Each is compared with the
-runs of 'sync' before and after it, because the machine may become slower or faster."""
+"""'auto' with its bounds on data age, and fixed knobs within the second one. Each is compared with
+the runs of 'sync' before and after it, because the machine may become slower or faster."""
 
 
 class Pair(NamedTuple):
@@ -229,7 +230,8 @@ def compared(
 ) -> list[Pair]:
     """The pairs of all variants. The first one predicts, and is run again after each other one, so
     that a machine that becomes slower or faster is told from a wrong prediction. It takes twice
-    the steps, as variants that skip groups read more prompts."""
+    the steps, as variants that skip groups read more prompts. Costs are of the first half, like the
+    seconds that its later runs are compared with."""
 
     def folder_of(variant: str, steps: int = config.steps) -> Path:
         changes = {**variants[variant], "steps": steps}
@@ -237,7 +239,8 @@ def compared(
 
     reference, *others = variants
     first = folder_of(reference, 2 * config.steps)
-    recording = Recording.read(first, WARM_STEPS)
+    trace = RunDirectory.open(first).trace.read(config.steps)
+    recording = Recording.read(first, WARM_STEPS, trace)
     pairs = [pair_of(reference, first, recording, config.steps)]
     first_s = before_s = pairs[0].measured_s
     for variant in others:

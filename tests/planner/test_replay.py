@@ -7,6 +7,7 @@ from array import array
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine, usable_cores
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import WEIGHT_SYNC, Span, Spans
+from stretto.planner import live_recording
 from stretto.planner.calibration import calibrate, undisturbed
-from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording, _call_work_s
+from stretto.planner.live_recording import LiveRecording
+from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording, call_work_s
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -40,6 +43,7 @@ from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.resources import Cores, Device, SimWorker
 from stretto.runtime.sim.simulate import simulate
+from stretto.runtime.sim.tuning import workload_of
 from stretto.runtime.sim.turns import AnswerLatency, SimEpisodes
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import worthwhile_tokens
@@ -378,13 +382,51 @@ def test_an_environment_works_if_the_driver_is_busy_with_its_calls(
     cpu_s: float, work_s: float
 ) -> None:
     """Calls are open for two seconds. The driver's other work takes 0.3 s, so that 0.9 s or 0.4 s
-    are for the calls, of which there are four."""
+    are for the calls: an opening and three turns."""
     spans = [
         Span("environment", "open", 0.0, 1.5, {}),
         Span("environment", "step", 1.0, 2.0, {}),
         Span("driver", "driver/fill", 0.0, 0.3, {"items": 4}),
     ]
-    assert _call_work_s(spans, cpu_s, 4) == pytest.approx(work_s)
+    assert call_work_s(spans, cpu_s, [episode_of(0, 3)]) == pytest.approx(work_s)
+
+
+def episode_of(rollout_id: int, turns: int) -> RolloutRecord:
+    """A finished episode with turns of 2 tokens, each with an answer of one token."""
+    (record,) = ended_records(Workload(batch=1), 1)
+    turn = {"tokens": 2, "wait_s": 9.0, "context": 1}
+    return replace(record, id=rollout_id, tokens=3 * turns, turns=(turn,) * turns)
+
+
+@pytest.mark.parametrize(("cpu_s", "work_s"), [(1.2, 0.5), (0.7, 0.0)])
+def test_a_run_in_progress_knows_whether_its_environment_works(
+    cpu_s: float, work_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spans of the test above, with those of a generator and a learner. Calls that work do not
+    wait, too, when the tuner simulates its latest episodes."""
+    records = [
+        Span("environment", "open", 0.0, 1.5, {"rollout": 0, "turn": 0}),
+        Span("environment", "step", 1.0, 2.0, {"rollout": 0, "turn": 1}),
+        Span("driver", "driver/fill", 0.0, 0.3, {"items": 4}),
+        Span("generator", "gen", 2.0, 3.0, {"steps": 6, "tokens": 6, "context": 30}),
+        Span("learner", "update", 3.0, 4.0, {"tokens": 9}),
+    ]
+    spans: Any = SimpleNamespace(records=records)
+    rollouts: Any = [episode_of(0, 3)]
+    seconds = iter([5.0, 5.0 + cpu_s, 99.0])  # at the start, after the round, after the fit
+    monkeypatch.setattr(live_recording.time, "thread_time", lambda: next(seconds))
+    monkeypatch.setattr(RolloutRecord, "of", lambda step, rollout, reward: rollout)
+    config = settings(environment=EnvironmentConfig(sources=("tools.py:add",)))
+    gate: Any = SimpleNamespace(fact=lambda name, measure: measure())
+    live = LiveRecording(config, spans, gate, 0.0)
+    live.observe(rollouts)
+    workload = live.cluster(1).workload
+    assert workload.episodes
+    assert workload.episodes.work_s == pytest.approx(work_s)
+    responses = [[0, 4, 9, [[2, 9.0, 1]] * 3]]
+    latest = workload_of(workload, responses, 2).episodes
+    assert latest
+    assert latest.recorded == (((2, 0.0 if work_s else 9.0, 1),) * 3,)
 
 
 def test_calls_that_work_take_turns_on_the_cores() -> None:

@@ -96,8 +96,7 @@ class Recording:
         }
         read = {step.step for step in trace.steps[warm_steps:]}
         cpu_s = sum(m.get(DRIVER_CPU) or 0.0 for m in metrics if m["step"] in read)
-        calls = sum(len(r.turns) + 1 for r in rollouts if r.step in read and r.turns)
-        work_s = _call_work_s(spans, cpu_s, calls)
+        work_s = call_work_s(spans, cpu_s, [r for r in rollouts if r.step in read])
         return cls(config, rollouts, spans, machine, chunks, deltas, waits, work_s)
 
     @cached_property
@@ -332,10 +331,15 @@ def _chosen(schedule: ScheduleConfig, metrics: list[dict[str, Any]], name: str) 
     return tuple(int(m[key]) for m in rounds)[schedule.knobs.lag :]
 
 
-def _call_work_s(spans: Sequence[Span], cpu_s: float, calls: int) -> float:
+def call_work_s(spans: Sequence[Span], cpu_s: float, rollouts: Iterable[RolloutRecord]) -> float:
     """Return the seconds of work of an environment's call; 0 if calls mostly wait. They work if the
     driver, which sends and reads them, is busy for much of the time in which any is open.
+
+    Args:
+        cpu_s: the driver's CPU time.
+        rollouts: those whose calls are among the spans.
     """
+    calls = sum(len(r.turns) + 1 for r in rollouts if r.turns)
     open_s = seconds(union((s.start_s, s.end_s) for s in spans if s.role == ENVIRONMENT))
     others_s = sum(s.end_s - s.start_s for s in spans if s.role == DRIVER)
     return open_s / calls if calls and cpu_s - others_s > BUSY * open_s else 0.0

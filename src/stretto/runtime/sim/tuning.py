@@ -37,7 +37,7 @@ MOST_ROUNDS = 10  # of a trial whose speed is not clear
 UNCLEAR, FASTER = 0.05, 1.01  # distance of a speedup from 1 that is not clear, and that is kept
 REMEMBERED = 8  # latest rounds whose speeds and responses count
 EVERY = 16  # rounds between two decisions, and of a first rejection
-WORTH = 1.02  # predicted speedup that is worth a trial
+WORTH = 1.02  # predicted speedup that is worth a trial, and a change of one group of knobs
 SLOW, SLOW_ROUNDS = 0.8, 2  # a trial ends after rounds below this share of the speed before
 LOSS = 0.02  # share of the run's rounds that failed trials may cost
 DRIFT = 0.2  # relative change of speed or mean length that triggers a decision
@@ -243,9 +243,12 @@ class AutoTuner(Stateful):
         self._correction = speed(self._measured) / simulated(current)
         while True:
             for fields in FIELDS:
+                rival = best
                 for knobs in self._others(best, fields):
-                    if simulated(knobs) > 1.005 * simulated(best):  # else rounding decides
-                        best = knobs
+                    if simulated(knobs) > 1.005 * simulated(rival):  # else rounding decides
+                        rival = knobs
+                if simulated(rival) >= WORTH * simulated(best):  # overlap costs more than predicted
+                    best = rival
             if best == before:
                 break
             before = best
@@ -310,7 +313,8 @@ def workload_of(workload: Workload, responses: Sequence[list[Any]], steps: int) 
     }
     if workload.episodes:
         turns = tuple(tuple(map(tuple, turns)) for *_, turns in responses if turns)
-        update["episodes"] = workload.episodes.model_copy(update={"recorded": turns})
+        episodes = workload.episodes.model_copy(update={"recorded": turns})
+        update["episodes"] = episodes.at_once() if episodes.work_s else episodes
     return workload.model_copy(update=update)
 
 
