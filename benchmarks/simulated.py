@@ -65,7 +65,7 @@ MEASURED: Mapping[str, Mapping[str, Any]] = {
     "auto, 1": {"schedule__preset": "auto", "schedule__max_staleness": 1},
     "sync again": SCHEDULES[REFERENCE],
     "async": SCHEDULES["async"],
-    "oppo-no-intra": SCHEDULES["oppo-no-intra"] | {"schedule__max_carries": 1},
+    "oppo-no-intra": {**SCHEDULES["oppo-no-intra"], "schedule__max_carries": 1},
     "overcommit 16": {"schedule__overcommit": 16, "schedule__max_carries": 1},
     "sync at the end": SCHEDULES[REFERENCE],
 }
