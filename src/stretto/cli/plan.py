@@ -59,7 +59,9 @@ def command_plan(
 
 
 def run_plan(arguments: Sequence[str]) -> int:
-    return call_with_config(command_plan, "plan", arguments, _offered())
+    sections = ("threads", "model", "reward", "rollout", "algorithm", "schedule", "training")
+    names = (n for n in recipes.setting_names() if n.partition(".")[0] in sections)
+    return call_with_config(command_plan, "plan", arguments, ["task.name", *names])
 
 
 def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
@@ -143,8 +145,3 @@ def _brief(figure: float) -> str:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.0f}" if size >= 10e9 else f"{size / 1e9:.1f}"
-
-
-def _offered() -> list[str]:
-    sections = ("threads", "model", "reward", "rollout", "algorithm", "schedule", "training")
-    return ["task.name", *(n for n in recipes.setting_names() if n.partition(".")[0] in sections)]

@@ -268,7 +268,8 @@ def _environment(name: str, factory: Any, run: Runner, settings: Row) -> Source:
     if "env_config" in parameters_of(factory):
         config_for(factory, settings)  # raises early if the settings do not fit
     tools = getattr(kind, "tools", None)
-    schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in _listed(tools)]
+    listed = tools if isinstance(tools, list | tuple) else ()
+    schemas = [t if isinstance(t, dict) else schema_of(t, name) for t in listed]
     create: Any = shape
     return Source("environment", lambda row: create(factory, row, run, settings), schemas, replay)
 
@@ -307,10 +308,6 @@ def _choice(name: str, factories: Mapping[Any, Any], run: Runner, settings: Row)
 
     replays = {source.replay for source in sources.values()}
     return Source("environment", make, replay=replays.pop() if len(replays) == 1 else "")
-
-
-def _listed(tools: Any) -> Sequence[Any]:
-    return list(tools) if isinstance(tools, list | tuple) else ()
 
 
 def _refuse_program() -> Episode:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stretto.environments.bridge import Bridge, Turn
-from stretto.environments.executors import EnvironmentExecutor, answer_of
+from stretto.environments.executors import Answer, EnvironmentExecutor, answer_of
 from stretto.environments.results import error_text
 from stretto.errors import EpisodeLostError, RewardError
 from stretto.types import FORKS, Message, Observation, Prompt, Response, sampled_of
@@ -21,8 +21,6 @@ LOSSES = 5
 """Processes of one executor that may be lost in a row. Any answer resets the count."""
 
 _log = logging.getLogger(__name__)
-
-Answer = Mapping[str, Any]
 
 
 class ExecutorClient:
@@ -194,7 +192,11 @@ class LiveEpisode:
         self.forks = max(abs(sample - self.id) for sample in self.samples) // FORKS
         if self.client.replay == "recorded":
             return
-        turns = _turns(response)
+        mask = sampled_of(response)
+        starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
+        ends = np.flatnonzero(np.diff(mask, append=False) & mask) + 1
+        # Tokens of each turn, including an unfinished one.
+        turns = [response.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
         if len(turns) < len(log) - 1:
             raise episode_lost(self.id, "some of its turns are in other samples")
         for at, entry in enumerate(log[1:]):
@@ -222,14 +224,6 @@ def turn_request(turn: Turn, index: int, tokens: list[int], *, cut: bool) -> dic
         "message": dict(turn.message),
         "finish": "length" if cut else "stop",
     }
-
-
-def _turns(response: Response) -> list[list[int]]:
-    """Return the tokens of each turn of a response, including an unfinished one."""
-    mask = sampled_of(response)
-    starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
-    ends = np.flatnonzero(np.diff(mask, append=False) & mask) + 1
-    return [response.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
 
 
 def _joined(messages: Sequence[Message], text: str) -> list[Message]:

@@ -12,9 +12,8 @@ import numpy as np
 
 from stretto.config import EnvironmentConfig
 from stretto.environments.bridge import Bridge
-from stretto.environments.executors import EnvironmentExecutor
+from stretto.environments.executors import Answer, EnvironmentExecutor
 from stretto.environments.live_episode import (
-    Answer,
     ExecutorClient,
     LiveEpisode,
     episode_lost,
@@ -28,15 +27,7 @@ from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.encode import Encoder
 from stretto.tasks.messages import TOOLS, arguments_in, tools_in
 from stretto.tasks.task import INDEX_KEY
-from stretto.types import (
-    FinishReason,
-    Message,
-    Observation,
-    Prompt,
-    Response,
-    episode_of,
-    fork_id,
-)
+from stretto.types import FinishReason, Message, Observation, Prompt, Response, episode_of, fork_id
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -97,8 +88,9 @@ class EnvironmentRole:
             return log[-1]
         opening = await live.request({"do": "open"})
         if "error" in opening:
-            said = opening.get("place") or opening["error"]
-            why = f"the environment could not be opened: {said}; {_columns(live.row)}"
+            said, names = opening.get("place") or opening["error"], [f"'{name}'" for name in row]
+            columns = ("only " if len(names) == 1 else "") + (", ".join(names) or "no columns")
+            why = f"the environment could not be opened: {said}; its row has {columns}"
             return Observation(
                 response.id, 0, _NO_TOKENS, ended_by="environment", record={"failure": why}
             )
@@ -275,11 +267,6 @@ def limit_of(response: Response, turns: int, began_s: float, config: Environment
         return "turns"
     over = config.max_seconds and time.monotonic() - began_s > config.max_seconds
     return "seconds" if over else ""
-
-
-def _columns(row: Mapping[str, Any]) -> str:
-    names = [f"'{name}'" for name in row]
-    return f"its row has {'only ' if len(names) == 1 else ''}{', '.join(names) or 'no columns'}"
 
 
 def _conversation(prompt: Prompt) -> list[Message]:

@@ -116,8 +116,10 @@ def fitted_run(
 
     able = config.rollout.capabilities
     share, sleep = able.share_argument, able.sleep_argument
-    place = _sharing_engine(config, found)
-    if not place:
+    counts = Counter(device for place in found for device in place.devices)
+    shared = (place for place in found if any(counts[device] > 1 for device in place.devices))
+    place = next((place for place in shared if place.takes_share(config.rollout)), None)
+    if not place:  # no engine that sizes its cache is on a GPU with other roles
         return with_passes(_with_slots(config, partial(fits, phases=PHASES)), fits)
     engine_args = {sleep: not RunMemory(config).at_once, **config.rollout.engine_args}
     left_open = share not in engine_args
@@ -161,15 +163,6 @@ def _with_slots(config: Config, fits: Callable[[Config], bool]) -> Config:
         if fits(passes.changed_in("rollout", slots=slots)):
             return config.changed_in("rollout", slots=slots)
     return config
-
-
-def _sharing_engine(
-    config: Config, placements: Sequence[ProcessPlacement]
-) -> ProcessPlacement | None:
-    """Return a place whose engine takes a share of a GPU that has other roles, if any."""
-    place_counts = Counter(device for place in placements for device in place.devices)
-    shared_places = (p for p in placements if any(place_counts[device] > 1 for device in p.devices))
-    return next((place for place in shared_places if place.takes_share(config.rollout)), None)
 
 
 def with_passes(config: Fitted, fits: Callable[[Fitted], bool]) -> Fitted:

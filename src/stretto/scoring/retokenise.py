@@ -198,7 +198,11 @@ class StablePrefix:
 
     def grow(self, text: str) -> int:
         """Update to the text so far. Return how many leading tokens did not change."""
-        end = max(self._fixed, _stable_end(text, self._held))
+        last = max(0, len(text) - self._held)
+        first = max(0, last - HELD_CHARACTERS)
+        gaps = [gap.start() for gap in re.finditer(r"\s+", text[first:last])]
+        stable_end = first + gaps[-HELD_WORDS] if len(gaps) >= HELD_WORDS else first
+        end = max(self._fixed, stable_end)
         if not text.startswith(self._text):
             return self._renew(text, end)
         count = len(self.tokens)
@@ -248,13 +252,6 @@ class StablePrefix:
             if at_word or at < len(self.tokens) - 4 * CONTEXT_TOKENS:
                 return start
         return 0
-
-
-def _stable_end(text: str, held: int) -> int:
-    last = max(0, len(text) - held)
-    first = max(0, last - HELD_CHARACTERS)
-    gaps = [gap.start() for gap in re.finditer(r"\s+", text[first:last])]
-    return first + gaps[-HELD_WORDS] if len(gaps) >= HELD_WORDS else first
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -377,10 +377,10 @@ class ModelServer:
         client, options = self._client(http), request.options
         in_session = isinstance(client, Session)
         self._check_model(client, request.model)
-        requests = [
-            GenerationRequest(p, options.sampling(i, max_tokens or _room(client, p)))
-            for i, p in enumerate(p for p in prompts for _ in range(options.choices))
-        ]
+        requests = []
+        for i, prompt in enumerate(p for p in prompts for _ in range(options.choices)):
+            room = client.longest if in_session else max(client.longest - len(prompt), 1)
+            requests.append(GenerationRequest(prompt, options.sampling(i, max_tokens or room)))
         stop = list(options.stop or ())
         if isinstance(client, Session):
             stop += client.stop
@@ -466,7 +466,7 @@ class ModelServer:
         except EngineError as error:
             yield _event(of_engine(error).body)
         else:
-            if request.with_usage:
+            if request.stream_options and request.stream_options.include_usage:
                 yield _event({**call.about, "choices": [], "usage": _usage(call, counts)})
         yield "data: [DONE]\n\n"
 
@@ -482,12 +482,6 @@ class ModelServer:
             message = f"token ids are from 0 to {vocabulary_size - 1}; got {invalid_ids[0]}"
             raise ApiError(message, code="invalid_prompt")
         return tuple(tokens)
-
-
-def _room(client: AsyncEngine | Session, prompt: Sequence[int]) -> int:
-    if isinstance(client, Session):
-        return client.longest
-    return max(client.longest - len(prompt), 1)
 
 
 def _ids(request: ChatRequest | CompletionRequest, piece: Piece) -> dict[str, Any]:

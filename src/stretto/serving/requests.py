@@ -191,10 +191,6 @@ class _Request(_Body):
     return_token_ids: bool | None = None
     request_id: str | None = None
 
-    @property
-    def with_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class Function(_Body):
     """The function of a call. Its arguments are JSON, as the policy wrote it."""
