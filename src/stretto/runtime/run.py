@@ -88,13 +88,6 @@ class Halted(NamedTuple):
     lost: str = ""  # why the state could not be staged
 
 
-class _Links(NamedTuple):
-    """The ways on which outcomes and spans of roles reach the schedule's process."""
-
-    spans: Spans
-    gate: EventGate
-
-
 @dataclass(frozen=True)
 class Run:
     """An assembled run. :mod:`stretto.runs` takes its steps."""
@@ -238,7 +231,10 @@ def start(
     first = look_at_prompts(prompts, config.algorithm, say)
     if "task" in config.reward.sources and (column := prompts.task.found_answers):
         say(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
-    held_out = _open_held_out(config, overrides, prompts, stack, say)
+    held_out = None
+    if config.observe.eval_every:
+        with working(say, "reading the prompts of evaluations"):
+            held_out = open_held_out(config, overrides, prompts, stack)
     workers: Workers
     if config.runtime_kind.has_processes:
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
@@ -247,70 +243,39 @@ def start(
     executors = workers.executors
     spans = Spans(RealClock(), workers.devices, workers.processes)
     meeting = _open_meeting(config, workers.meeting, stack)
-    sync = _open_sync(config, workers, meeting, spans, stack, say)
-    kv_router = KVRouter(meeting) if meeting else None
-    names = generator_names(config.rollout.engines)
-    links = _Links(spans, gate)
-    generators = [_generator(name, executors[name], sync, kv_router, links) for name in names]
-    replicas = [_function(f, workers, config, say, links) for f in functions if f not in judges]
+    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
+    sync = WeightSync(executors[LEARNER], meeting, tolerance, spans, say)
+    stack.callback(sync.close)
+    clients = _Clients(config, workers, sync, KVRouter(meeting) if meeting else None, spans, gate)
+    generators = [clients.generator(name) for name in generator_names(config.rollout.engines)]
+    replicas = [clients.function(f, say) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
-        replicas.append(_function(verifier, workers, config, say, links, held_out=True))
+        replicas.append(clients.function(verifier, say, held_out=True))
         functions = [*functions, verifier]
-    replicas += [_replica(p, workers, sync, overrides, say, links) for p in workers.scorers]
-    _sync_first(sync, workers, say)
+    replicas += [clients.model(p, overrides, say) for p in workers.scorers]
+    if workers.groups:
+        with working(say, "syncing the first weights"):
+            sync.load_all(workers.ready.refs)
     schedule = Schedule(
         prompts.next,
         generators,
         replicas,
         LearnerClient(LEARNER, LEARNER, executors[LEARNER], spans, gate),
-        _controls(config, workers, kv_router, judges, links, costs_of),
+        clients.controls(judges, costs_of),
         gate,
         WorkSpans(spans) if gate.script else spans,
         workers.ready.refs,
         sync.begin,
         environment and EnvironmentClient(environment, gate),
     )
-    _note_facts(config, executors, gate)
+    # Facts on which the bits of results depend.
+    gate.fact("threads", lambda: {role: executors[role].threads for role in executors})
+    gate.fact("device", lambda: hardware(pick_device(config.model.device)))
     lags = config.schedule.knobs.copies_weights
     memory = _watch_memory(config, workers, stack)
     return Run(
         overrides, gate, prompts, workers, functions, sync, memory, lags, schedule, spans, held_out
     )
-
-
-def _note_facts(config: Config, executors: Mapping[str, Executor], gate: EventGate) -> None:
-    """Note facts on which the bits of results depend."""
-    gate.fact("threads", lambda: {role: executors[role].threads for role in executors})
-    gate.fact("device", lambda: hardware(pick_device(config.model.device)))
-
-
-def _open_held_out(
-    config: Config, overrides: Overrides, prompts: PromptSource, stack: ExitStack, say: Say
-) -> HeldOut | None:
-    if not config.observe.eval_every:
-        return None
-    with working(say, "reading the prompts of evaluations"):
-        return open_held_out(config, overrides, prompts, stack)
-
-
-def _open_sync(
-    config: Config,
-    workers: Workers,
-    meeting: Meeting | None,
-    spans: Spans,
-    stack: ExitStack,
-    say: Say,
-) -> WeightSync:
-    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
-    sync = WeightSync(workers.executors[LEARNER], meeting, tolerance, spans, say)
-    stack.callback(sync.close)
-    return sync
-
-
-def _sync_first(sync: WeightSync, workers: Workers, say: Say) -> None:
-    if workers.groups:
-        with working(say, "syncing the first weights"):
-            sync.load_all(workers.ready.refs)
 
 
 def _open_meeting(config: Config, host: str | None, stack: ExitStack) -> Meeting | None:
@@ -332,97 +297,77 @@ def _watch_memory(config: Config, workers: Workers, stack: ExitStack) -> MemoryW
     return memory
 
 
-def _controls(
-    config: Config,
-    workers: Workers,
-    kv_router: KVRouter | None,
-    judges: Sequence[FunctionScorer],
-    links: _Links,
-    costs_of: CostsOf | None,
-) -> Controls:
-    executors, engines = workers.executors, config.rollout.engines
-    gate = links.gate
-    migrating = holding = None
-    if config.schedule.knobs.migrates(engines):
-        prefill_rate, copy_rate = gate.fact(
-            "speeds", lambda: _speeds(engines, executors, kv_router)
-        )
-        migrating = migrating_of(config, prefill_rate, copy_rate)
-    if bounds_what_waits(config):
-        generator = executors[generator_names(engines)[0]]
-        rates = MoveRates(
-            *gate.fact("rates", lambda: astuple(generator.ask(GeneratorService.rates)))
-        )
-        copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
-        holding = holding_of(config, rates.prefill_tokens_per_s, copied)
-    restarts = gate.fact("restarts", lambda: config.cluster.restarts if workers.groups else 0)
-    names = [judge.name for judge in judges]
-    controls = controls_of(config, migrating, holding, restarts=restarts, judges=names)
-    if config.schedule.preset != "auto" or costs_of is None:
-        return controls
-    costs = costs_of(config, links.spans, gate, workers.thread_scaling)
-    workers.tuner = AutoTuner(config.schedule, controls.settings, costs)
-    return replace(controls, tuner=workers.tuner)
+@dataclass(frozen=True)
+class _Clients:
+    """Makes the schedule's clients of a run's workers, and its controllers."""
 
+    config: Config
+    workers: Workers
+    sync: WeightSync
+    kv_router: KVRouter | None
+    spans: Spans
+    gate: EventGate
 
-def _generator(
-    name: str, executor: Executor, sync: WeightSync, kv_router: KVRouter | None, links: _Links
-) -> Generator:
-    load = sync.follow(name, executor, "actor")
-    return GeneratorClient(name, executor, links.spans, load, kv_router, links.gate)
+    def generator(self, name: str) -> Generator:
+        executor = self.workers.executors[name]
+        load = self.sync.follow(name, executor, "actor")
+        return GeneratorClient(name, executor, self.spans, load, self.kv_router, self.gate)
 
+    def function(self, function: CodeScorer, say: Say, *, held_out: bool = False) -> ScorerReplica:
+        worker = self.workers.thread_of(function.info.name)
+        thread: WorkerThread | CallerThread = worker
+        if function.in_process:
+            if self.config.schedule.knobs.overlaps(self.config.rollout.engines):
+                say(
+                    f"reward function '{function.info.name}' runs on a thread, because stages "
+                    "overlap; one that uses signal.alarm, as math-verify does, needs 'file.py:name'"
+                )
+            else:
+                thread = CallerThread(worker)
+        executor = ThreadExecutor(ScorerService(function), thread)
+        info = function.info
+        client = ScorerClient(info, executor, self.spans, gate=self.gate, repeatable=False)
+        return ScorerReplica(client, held_out=held_out)
 
-def _function(
-    function: CodeScorer,
-    workers: Workers,
-    config: Config,
-    say: Say,
-    links: _Links,
-    *,
-    held_out: bool = False,
-) -> ScorerReplica:
-    worker = workers.thread_of(function.info.name)
-    thread: WorkerThread | CallerThread = worker
-    if function.in_process and not config.schedule.knobs.overlaps(config.rollout.engines):
-        thread = CallerThread(worker)
-    elif function.in_process:
-        say(
-            f"reward function '{function.info.name}' runs on a thread, because stages overlap; one "
-            "that uses signal.alarm, as math-verify does, needs 'file.py:name'"
-        )
-    service = ScorerService(function)
-    executor = ThreadExecutor(service, thread)
-    client = ScorerClient(service.info(), executor, links.spans, gate=links.gate, repeatable=False)
-    return ScorerReplica(client, held_out=held_out)
+    def model(self, placed: RolePlacement, overrides: Overrides, say: Say) -> ScorerReplica:
+        executor, apart = self.workers.executors[placed.role], bool(self.workers.groups)
+        info, notes = executor.ask(ScorerService.ready)
+        for line in notes:
+            say(line)
+        load = self.sync.follow(placed.role, executor, info.follows) if info.follows else None
+        if apart and placed.scorer == "reference" and overrides.reference is None:
+            executor.ask(ScorerService.require, self.workers.ready)
+        # Replicas on threads share a model and its name in traces.
+        label, device = ("", short_name(placed.role)) if apart else (info.name, "")
+        client = ScorerClient(info, executor, self.spans, placed.role, load, label, self.gate)
+        return ScorerReplica(client, placed.host, device)
 
+    def controls(self, judges: Sequence[FunctionScorer], costs_of: CostsOf | None) -> Controls:
+        config, gate, workers = self.config, self.gate, self.workers
+        migrating = holding = None
+        if config.schedule.knobs.migrates(config.rollout.engines):
+            prefill_rate, copy_rate = gate.fact("speeds", self._speeds)
+            migrating = migrating_of(config, prefill_rate, copy_rate)
+        if bounds_what_waits(config):
+            generator = workers.executors[generator_names(config.rollout.engines)[0]]
+            rates = MoveRates(
+                *gate.fact("rates", lambda: astuple(generator.ask(GeneratorService.rates)))
+            )
+            copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
+            holding = holding_of(config, rates.prefill_tokens_per_s, copied)
+        restarts = gate.fact("restarts", lambda: config.cluster.restarts if workers.groups else 0)
+        names = [judge.name for judge in judges]
+        controls = controls_of(config, migrating, holding, restarts=restarts, judges=names)
+        if config.schedule.preset != "auto" or costs_of is None:
+            return controls
+        costs = costs_of(config, self.spans, gate, workers.thread_scaling)
+        workers.tuner = AutoTuner(config.schedule, controls.settings, costs)
+        return replace(controls, tuner=workers.tuner)
 
-def _replica(
-    placed: RolePlacement,
-    workers: Workers,
-    sync: WeightSync,
-    overrides: Overrides,
-    say: Say,
-    links: _Links,
-) -> ScorerReplica:
-    executor: Executor = workers.executors[placed.role]
-    info, notes = executor.ask(ScorerService.ready)
-    for line in notes:
-        say(line)
-    load = sync.follow(placed.role, executor, info.follows) if info.follows else None
-    if workers.groups and placed.scorer == "reference" and overrides.reference is None:
-        executor.ask(ScorerService.require, workers.ready)
-    # Replicas on threads share a model and its name in traces.
-    label, device = ("", short_name(placed.role)) if workers.groups else (info.name, "")
-    client = ScorerClient(info, executor, links.spans, placed.role, load, label, gate=links.gate)
-    return ScorerReplica(client, placed.host, device)
-
-
-def _speeds(
-    engines: int, executors: Mapping[str, Executor], kv_router: KVRouter | None
-) -> tuple[float, float | None]:
-    one, other, *_ = generator_names(engines)
-    rates = executors[one].ask(GeneratorService.rates)
-    moving: float | None = COPY_GAIN * rates.prefill_tokens_per_s
-    if kv_router:
-        moving = kv_router.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None
-    return rates.prefill_tokens_per_s, moving
+    def _speeds(self) -> tuple[float, float | None]:
+        one, other, *_ = generator_names(self.config.rollout.engines)
+        rates = self.workers.executors[one].ask(GeneratorService.rates)
+        moving: float | None = COPY_GAIN * rates.prefill_tokens_per_s
+        if router := self.kv_router:
+            moving = router.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None
+        return rates.prefill_tokens_per_s, moving
