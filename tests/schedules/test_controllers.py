@@ -17,7 +17,7 @@ from docs_helpers import blocks
 from raising import raises
 from run_helpers import settings
 from stretto.api.planning import PLANNED, variants_of
-from stretto.assembly.controllers import Migrating, ScheduledRun, controls, controls_of
+from stretto.assembly.controllers import ScheduledRun, controls, controls_of
 from stretto.config import Config, ScheduleConfig, recipes
 from stretto.config.knobs import Settings
 from stretto.errors import ConfigError, StateError
@@ -373,9 +373,9 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
 
 def test_stragglers_move_as_the_knob_says() -> None:
     sizes = Settings(batch=8, samples_per_prompt=1, max_new_tokens=30, steps=1)
-    where = Migrating(MigrationLimits(2, 8, 1000, 40, 1e3, 1e5), 0.0, 5)
+    where = MigrationLimits(2, 8, 1000, 40, 1e3, 1e5, prompt_tokens=5)
 
-    def policy(migrating: Migrating | None, **schedule: Any) -> MigrationPolicy | None:
+    def policy(migrating: MigrationLimits | None, **schedule: Any) -> MigrationPolicy | None:
         given = ScheduleConfig.model_validate(schedule)
         return controls(ScheduledRun(given, sizes, 2, 0, migrating)).migration
 
@@ -682,8 +682,7 @@ def test_a_controller_of_the_users_own_is_made_for_the_run(name: str, field: str
         "schedule": {**AUTO, "controllers": {name: "own.py:Controller"}},
     }
     config = Config.model_validate(given)
-    limits = MigrationLimits(2, 8, 1000, 40, 1e3, 1e5)
-    made = controls_of(config, Migrating(limits, 0.0, 8))
+    made = controls_of(config, MigrationLimits(2, 8, 1000, 40, 1e3, 1e5, prompt_tokens=8))
     controller: Any = made.controllers[field]
     assert (type(controller).__name__, controller.batch) == ("Controller", 16)
     others = [type(each).__name__ for key, each in made.controllers.items() if key != field]
@@ -753,7 +752,7 @@ def test_a_controller_has_no_effect_on_a_setting_with_a_value(given: dict[str, A
     config = recipes.build({**schedule, "rollout": {"engines": 2}}, "here")
     (remark,) = (each for each in config.remarks if "schedule.controllers" in each)
     assert f"schedule.{name}" in remark
-    controls_of(config, Migrating(MigrationLimits(2, 8, 1000, 40, 1e3, 1e5), 0.0, 8))
+    controls_of(config, MigrationLimits(2, 8, 1000, 40, 1e3, 1e5, prompt_tokens=8))
     assert set(variants_of(config.schedule)) == set(PLANNED)
 
 

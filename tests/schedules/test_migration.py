@@ -30,8 +30,12 @@ def limits_of(
     longest_tokens: int = 1000,
     prefill: float = 1e4,
     transfer: float = 1e5,
+    score: float = 0.0,
+    prompt: int = 0,
 ) -> MigrationLimits:
-    return MigrationLimits(engines, best_batch, cache_tokens, longest_tokens, prefill, transfer)
+    return MigrationLimits(
+        engines, best_batch, cache_tokens, longest_tokens, prefill, transfer, score, prompt
+    )
 
 
 # -- what moves, and where to --------------------------------------------------------------------
@@ -128,7 +132,7 @@ def test_limits_that_cannot_be() -> None:
     with raises(ConfigError, "not-a-share", 1.5):
         FixedMigration(limits_of(), 10, 1.5)
     with raises(ConfigError, "number-too-small", "score_tokens_per_s", -1.0):
-        AutoMigration(limits_of(), 10, -1.0)
+        limits_of(score=-1.0)
 
 
 def test_a_fixed_share() -> None:
@@ -140,7 +144,7 @@ def test_a_fixed_share() -> None:
 
 
 def test_never_where_a_free_generator_has_nothing_to_score() -> None:
-    policy = AutoMigration(limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4), BATCH, 0.0)
+    policy = AutoMigration(limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4), BATCH)
     taught(policy, bimodal, flat, steps=4, beyond=8)
     assert policy.threshold() == 0
 
@@ -276,8 +280,8 @@ def sweep(
 @pytest.mark.parametrize("latency", [flat, affine])
 @pytest.mark.parametrize("score", [25.0, 100.0])
 def test_r_t_is_about_as_good_as_the_best(draw: Callable, latency: Latency, score: float) -> None:
-    limits = limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4)
-    policy = AutoMigration(limits, BATCH, score, prompt_tokens=PROMPT)
+    limits = limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4, score, PROMPT)
+    policy = AutoMigration(limits, BATCH)
     taught(policy, draw, latency)
     seconds = sweep(draw, latency, limits, score)
     best = min(seconds.values())
@@ -292,8 +296,8 @@ def test_r_t_knows_of_what_is_in_flight_beyond_the_batch(
     draw: Callable, latency: Latency, score: float, beyond: int
 ) -> None:
     """Generators never run dry before the batch has ended, so freeing some of them saves more."""
-    limits = limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4)
-    policy = AutoMigration(limits, BATCH, score, prompt_tokens=PROMPT)
+    limits = limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4, score, PROMPT)
+    policy = AutoMigration(limits, BATCH)
     taught(policy, draw, latency, beyond=beyond)
     seconds = sweep(draw, latency, limits, score, beyond=beyond)
     best = min(seconds.values())
@@ -302,8 +306,8 @@ def test_r_t_knows_of_what_is_in_flight_beyond_the_batch(
 
 def test_the_optimum_lies_near_a_fifth_of_a_long_tailed_batch() -> None:
     # One response in eight is long, and one generator takes 13 of 64 rollouts at its best.
-    limits = limits_of(ENGINES, 13, 10_000, 275, 5e3, 5e4)
-    policy = AutoMigration(limits, BATCH, 25.0, prompt_tokens=PROMPT)
+    limits = limits_of(ENGINES, 13, 10_000, 275, 5e3, 5e4, 25.0, PROMPT)
+    policy = AutoMigration(limits, BATCH)
     taught(policy, bimodal, flat)
     seconds = sweep(bimodal, flat, limits, 25.0)
     best = min(seconds, key=lambda r: seconds[r])
@@ -321,8 +325,8 @@ def test_the_optimum_lies_near_a_fifth_of_a_long_tailed_batch() -> None:
     ids=["equal lengths", "free scoring", "no batching gain"],
 )
 def test_never_where_migration_does_not_pay(draw: Callable, latency: Latency, score: float) -> None:
-    limits = limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4)
-    policy = AutoMigration(limits, BATCH, score, prompt_tokens=PROMPT)
+    limits = limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4, score, PROMPT)
+    policy = AutoMigration(limits, BATCH)
     taught(policy, draw, latency)
     assert policy.threshold() == 0
     seconds = sweep(draw, latency, limits, score)
@@ -330,14 +334,14 @@ def test_never_where_migration_does_not_pay(draw: Callable, latency: Latency, sc
 
 
 def test_a_slow_link_weighs_against_migration() -> None:
-    slow = limits_of(ENGINES, 16, 10_000, 275, 5.0, 5.0)  # moving a rollout takes long
-    policy = AutoMigration(slow, BATCH, 25.0, prompt_tokens=PROMPT)
+    # Moving a rollout takes long.
+    policy = AutoMigration(limits_of(ENGINES, 16, 10_000, 275, 5.0, 5.0, 25.0, PROMPT), BATCH)
     taught(policy, bimodal, flat)
     assert policy.threshold() == 0
 
 
 def test_r_t_follows_the_lengths() -> None:
-    policy = AutoMigration(limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4), BATCH, 25.0)
+    policy = AutoMigration(limits_of(ENGINES, 16, 10_000, 275, 5e3, 5e4, 25.0), BATCH)
     assert policy.threshold() == 0  # nothing known yet
     taught(policy, bimodal, flat, steps=20)
     assert policy.threshold() > 0
@@ -347,7 +351,7 @@ def test_r_t_follows_the_lengths() -> None:
 
 def test_state_goes_out_and_in() -> None:
     def make() -> AutoMigration:
-        return AutoMigration(limits_of(ENGINES), BATCH, 25.0, every=3)
+        return AutoMigration(limits_of(ENGINES, score=25.0), BATCH, every=3)
 
     whole, parts = make(), make()
     rng = np.random.default_rng(0)

@@ -18,42 +18,27 @@ from stretto.schedules.migration import AutoMigration, FixedMigration, Migration
 from stretto.types import Sampling
 
 
-@dataclass(frozen=True)
-class Migrating:
-    """Engine facts for migrating stragglers.
-
-    Attributes:
-        score_tokens_per_s: scoring rate of one free engine's devices, 0 if no scorer shares them.
-        prompt_tokens: length of a typical prompt.
-    """
-
-    limits: MigrationLimits
-    score_tokens_per_s: float
-    prompt_tokens: int
-
-
 def migrating_of(
     config: Config, prefill_tokens_per_s: float, transfer_tokens_per_s: float | None
-) -> Migrating:
-    """Return the facts for migrating stragglers, from an engine's measured rates.
+) -> MigrationLimits:
+    """Return the limits for migrating stragglers, from an engine's measured rates.
 
     ``transfer_tokens_per_s`` is ``None`` if the KV cache is not moved but prefilled again. Only
     memory is assumed to limit the batch, so that one engine may take all rows in flight.
     """
     rows, engines = config.most_in_flight, config.rollout.engines
-    return Migrating(
-        MigrationLimits(
-            engines=engines,
-            best_batch=rows,
-            cache_tokens=rows * config.longest,
-            longest_tokens=config.longest,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            # A transfer as slow as prefilling is no reason to migrate.
-            transfer_tokens_per_s=transfer_tokens_per_s or prefill_tokens_per_s,
-        ),
+    hosts_scorers = config.schedule.knobs.hosts_scorers(engines)
+    return MigrationLimits(
+        engines=engines,
+        best_batch=rows,
+        cache_tokens=rows * config.longest,
+        longest_tokens=config.longest,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        # A transfer as slow as prefilling is no reason to migrate.
+        transfer_tokens_per_s=transfer_tokens_per_s or prefill_tokens_per_s,
         # Reference and critic share the rate.
-        prefill_tokens_per_s / 2 if config.schedule.knobs.hosts_scorers(engines) else 0.0,
-        config.task.max_prompt_tokens // 2,
+        score_tokens_per_s=prefill_tokens_per_s / 2 if hosts_scorers else 0.0,
+        prompt_tokens=config.task.max_prompt_tokens // 2,
     )
 
 
@@ -75,7 +60,7 @@ def holding_of(config: Config, prefill_tokens_per_s: float, copy_tokens_per_s: f
 
 def controls_of(
     config: Config,
-    migrating: Migrating | None,
+    migrating: MigrationLimits | None,
     holding: HoldLimits | None = None,
     *,
     restarts: int = 0,
@@ -121,7 +106,7 @@ class ScheduledRun:
     settings: Settings
     engines: int
     seed: int
-    migrating: Migrating | None
+    migrating: MigrationLimits | None
     holding: HoldLimits | None = None
 
 
@@ -191,13 +176,12 @@ def _overcommit(run: ScheduledRun) -> overcommit.Overcommit:
 
 
 def _migration(run: ScheduledRun) -> migration.MigrationPolicy | None:
-    on, share = run.migrating, run.schedule.knobs.migrate
-    assert on
+    limits, share = run.migrating, run.schedule.knobs.migrate
+    assert limits
     batch = run.settings.batch * run.schedule.weight_sync_interval
     if share == "auto":
-        rate, tokens = on.score_tokens_per_s, on.prompt_tokens
-        return AutoMigration(on.limits, batch, rate, prompt_tokens=tokens, seed=run.seed)
-    return None if share == "off" else FixedMigration(on.limits, batch, share)
+        return AutoMigration(limits, batch, seed=run.seed)
+    return None if share == "off" else FixedMigration(limits, batch, share)
 
 
 _CONTROLLERS: Mapping[Controlled, tuple[Callable[[ScheduledRun], Any], type]] = {

@@ -25,7 +25,7 @@ Remaining = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """Capacity and speed of each generator."""
+    """Capacity and speed of each generator, and of the scorers on its devices."""
 
     engines: int
     best_batch: int  # rows in a decode step, beyond which it takes notably longer (BS_max)
@@ -33,9 +33,12 @@ class MigrationLimits:
     longest_tokens: int  # prompt and response tokens of the longest possible rollout (M)
     prefill_tokens_per_s: float
     transfer_tokens_per_s: float  # of a KV cache between two generators
+    score_tokens_per_s: float = 0.0  # of all scorers on a free one's devices. 0: there are none
+    prompt_tokens: int = 0  # length of a typical prompt
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        check_least(0, score_tokens_per_s=self.score_tokens_per_s, prompt_tokens=self.prompt_tokens)
+        for name in self.__slots__[:6]:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is above 0; got {getattr(self, name)}", "not-positive")
         if self.cache_tokens < self.longest_tokens:
@@ -146,20 +149,10 @@ class AutoMigration(Simulating):
     saved = (*Simulating.saved, "_threshold", "_beyond")
 
     def __init__(
-        self,
-        limits: MigrationLimits,
-        batch: int,
-        score_tokens_per_s: float,
-        *,
-        prompt_tokens: int = 0,
-        every: int = 20,
-        seed: int = 0,
+        self, limits: MigrationLimits, batch: int, *, every: int = 20, seed: int = 0
     ) -> None:
         check_least(1, batch=batch, every=every)
-        check_least(0, score_tokens_per_s=score_tokens_per_s, prompt_tokens=prompt_tokens)
-        self._limits, self._batch = limits, batch
-        self._score_tokens_per_s, self._prompt_tokens = score_tokens_per_s, prompt_tokens
-        self._every, self._seed = every, seed
+        self._limits, self._batch, self._every, self._seed = limits, batch, every, seed
         super().__init__(max(1024, 4 * batch))
         self._threshold = self._beyond = 0
 
@@ -173,7 +166,7 @@ class AutoMigration(Simulating):
         self._learn(feedback)
         self._beyond = feedback.beyond
         due = self._steps in EARLY_STEPS or self._steps % self._every == 0
-        if due and self._score_tokens_per_s and self._knows_enough:
+        if due and self._limits.score_tokens_per_s and self._knows_enough:
             self._threshold = self._best()
 
     def _best(self) -> int:
@@ -192,15 +185,10 @@ class AutoMigration(Simulating):
         )
         for trial_so_far, trial_remaining in zip(so_far, remaining, strict=True):
             trial = _Generation(
-                trial_so_far,
-                trial_remaining,
-                self._batch,
-                step_seconds,
-                self._limits,
-                self._prompt_tokens,
+                trial_so_far, trial_remaining, self._batch, step_seconds, self._limits
             )
             for i, threshold in enumerate(thresholds):
-                seconds[i] += _scored_s(*trial.ends(threshold), self._score_tokens_per_s)
+                seconds[i] += _scored_s(*trial.ends(threshold), self._limits.score_tokens_per_s)
         best = int(seconds.argmin())
         return thresholds[best] if seconds[best] < WORTH * seconds[0] else 0
 
@@ -215,7 +203,6 @@ class _Generation:
         batch: int,  # responses that must end
         step_seconds: FloatArray,  # of a decode step of 1, 2, .. rows
         limits: MigrationLimits,
-        prompt_tokens: int,
     ) -> None:
         self._batch = batch
         self._step_seconds = step_seconds
@@ -225,7 +212,7 @@ class _Generation:
             i + len(engines) * remaining[i :: len(engines)].argsort(kind="stable") for i in engines
         ]
         self._shares = [remaining[order] for order in orders]
-        self._known = [(before + prompt_tokens)[order] for order in orders]
+        self._known = [(before + limits.prompt_tokens)[order] for order in orders]
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:

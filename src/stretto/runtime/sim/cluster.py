@@ -16,7 +16,6 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from stretto.assembly.controllers import Migrating
 from stretto.config import ScheduleConfig, recipes
 from stretto.config.sections import (
     Fraction,
@@ -310,8 +309,8 @@ class Cluster(Section):
         )
 
     @property
-    def migrating(self) -> Migrating:
-        """The facts for moving stragglers between generators, once costs are numbers."""
+    def migrating(self) -> MigrationLimits:
+        """The limits for moving stragglers between generators, once costs are numbers."""
         role, w = self.generators[0], self.workload
         cost = known(role.cost)
         longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
@@ -324,15 +323,13 @@ class Cluster(Section):
             for scorer in self.scorers
             if scorer.host == 0 and isinstance(scorer.cost, costs.PrefillCost)
         )
-        return Migrating(
-            MigrationLimits(
-                engines=len(self.generators),
-                best_batch=(role.best_batch or best or w.batch) * role.replicas,
-                cache_tokens=(cost.cache_tokens or longest * w.batch) * role.replicas,
-                longest_tokens=longest,
-                prefill_tokens_per_s=1 / prefill_s if prefill_s else 1e12,
-                transfer_tokens_per_s=1 / transfer_s if transfer_s else 1e12,
-            ),
+        return MigrationLimits(
+            engines=len(self.generators),
+            best_batch=(role.best_batch or best or w.batch) * role.replicas,
+            cache_tokens=(cost.cache_tokens or longest * w.batch) * role.replicas,
+            longest_tokens=longest,
+            prefill_tokens_per_s=1 / prefill_s if prefill_s else 1e12,
+            transfer_tokens_per_s=1 / transfer_s if transfer_s else 1e12,
             score_tokens_per_s=1 / scoring_s if scoring_s else 1e12,
             prompt_tokens=int(w.prompt_tokens.quantile(0.5, 0)),
         )
