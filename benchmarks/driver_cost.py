@@ -101,7 +101,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
     spans = Spans(RealClock())
     schedule = Schedule(
         prompts,
-        [GeneratorClient(n, GroupExecutor(groups[n], n), spans) for n in names],
+        [GeneratorClient(n, n, GroupExecutor(groups[n], n), spans) for n in names],
         [scorer(groups["reward"], spans)],
         IdleLearner(),
         Controls(
@@ -136,7 +136,8 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
 
 def scorer(group: ServiceGroup, spans: Spans) -> ScorerReplica:
     """Return the scorer, as the schedule knows it."""
-    return ScorerReplica(ScorerClient(IdleScorer.info, GroupExecutor(group, "reward"), spans))
+    executor, info = GroupExecutor(group, "reward"), IdleScorer.info
+    return ScorerReplica(ScorerClient(info.name, info.name, executor, spans, info=info))
 
 
 def rows(args: argparse.Namespace) -> Sequence[str]:

@@ -257,8 +257,8 @@ def test_followers_on_gpus_have_a_group_for_each_wire(
 
 def test_many_bytes_have_longer_and_as_long_as_they_usually_take(sync: WeightSync) -> None:
     """The setting is 1.5 s; before it is measured, gloo is taken to bring 50 MB/s at least."""
-    assert sync._meeting
-    sync._meeting = replace(sync._meeting, most_s=450.0)
+    assert sync.meeting
+    sync.meeting = replace(sync.meeting, most_s=450.0)
     assert sync._patience_s("actor", "gloo", 1000) == 1.5
     assert sync._patience_s("actor", "gloo", 10**9) == 20.0
     assert sync._patience_s("actor", "gloo", 64 * 10**9) == 450.0  # what the schedule allows
@@ -361,7 +361,7 @@ def clients(sync: WeightSync, followers: Mapping[str, FakeFollower]) -> list[Any
     for name, follower in followers.items():
         executor: Any = follower
         load = sync.follow(name, executor, "actor")
-        made.append(GeneratorClient(name, executor, spans, load))
+        made.append(GeneratorClient(name, name, executor, spans, sync=load))
     return made
 
 

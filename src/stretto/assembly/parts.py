@@ -20,7 +20,7 @@ from stretto.assembly.environments import turn_ends
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import Overrides
 from stretto.assembly.teachers import check_teachers
-from stretto.config import AlgorithmConfig, Config, PipelineConfig, RewardConfig
+from stretto.config import Config, PipelineConfig, RewardConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, save_tokenizer, set_checkpointing
@@ -65,15 +65,15 @@ def open_prompts(config: Config, overrides: Overrides, say: Say) -> PromptSource
     return prompts
 
 
-def look_at_prompts(prompts: PromptSource, algorithm: AlgorithmConfig, say: Say) -> list[Prompt]:
+def look_at_prompts(prompts: PromptSource, config: Config, say: Say) -> list[Prompt]:
     """Render all rows of a run, and return its first prompts.
 
-    Logs skipped rows, control tokens in texts, and template arguments that the chat template never
-    reads. Raises TaskError if the chat template was already applied to all prompts, or if teachers
-    divide the prompts and a row names none of them.
+    Logs skipped rows, control tokens in texts, template arguments that the chat template never
+    reads, and an answer's column that no setting names. Raises TaskError if the chat template was
+    already applied to all prompts, or if teachers divide the prompts and a row names none of them.
     """
     task, encoder = prompts.task, prompts.encoder
-    check_teachers(task, algorithm)
+    check_teachers(task, config.algorithm)
     refuse_templated(map(task.row, task.indices), encoder)
     prompts.check(say)
     first = prompts.first(FIRST)
@@ -92,6 +92,8 @@ def look_at_prompts(prompts: PromptSource, algorithm: AlgorithmConfig, say: Say)
             "task.template_arguments or a row's chat_template_kwargs, which has no effect"
             + ("" if chats else ": prompts are plain text")
         )
+    if "task" in config.reward.sources and (column := task.found_answers):
+        say(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
     return first
 
 

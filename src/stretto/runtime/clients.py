@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -46,95 +46,66 @@ from stretto.workers.threads import Executor, Method, T, Ts
 Load = Callable[[WeightsRef], Awaitable[Reply[Loaded]]]
 
 
+@dataclass(eq=False)
 class Client:
-    """Calls the service of a role through a gate, and traces the work that its replies list.
+    """Calls the service of a role through a gate, and traces the work that its replies list."""
 
-    ``member`` is unique in the run, ``role`` is the name in traces.
-    """
-
-    _answer: AnswerCodec[Any] | None = None
-
-    def __init__(
-        self,
-        member: str,
-        role: str,
-        executor: Executor,
-        tracer: Tracer,
-        gate: EventGate | None = None,
-    ) -> None:
-        self.member = member
-        self._role = role
-        self._executor = executor
-        self._tracer = tracer
-        self._gate = gate or EventGate()
+    member: str  # unique name in the run
+    role: str  # name in traces
+    executor: Executor
+    tracer: Tracer
+    gate: EventGate = field(default_factory=EventGate)
+    answer: AnswerCodec[Any] | None = None  # records what a replay cannot compute again
 
     async def _call(self, method: Method[*Ts, Reply[T]], *args: *Ts) -> T:
         with self._awaiting(remote_of(method).span):
-            return await self._passed(method.__name__, lambda: self._executor.call(method, *args))
+            return await self._passed(method.__name__, lambda: self.executor.call(method, *args))
 
     async def _passed(self, method: str, call: Callable[[], Awaitable[Reply[T]]]) -> T:
         """Return the value of a call's reply once it has passed the gate."""
 
         async def work() -> T:
-            return self._traced(await call())
+            reply = await call()
+            for w in reply.work:
+                role = SWAPS if w.beside else self.role
+                self.tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
+            return reply.value
 
-        return await self._gate.outcome(self.member, method, work, self._answer)
+        return await self.gate.outcome(self.member, method, work, self.answer)
 
     def _awaiting(self, span: str) -> AbstractContextManager[None]:
-        return self._tracer.awaiting(self._role, span) if span else nullcontext()
-
-    def _traced(self, reply: Reply[T]) -> T:
-        for w in reply.work:
-            role = SWAPS if w.beside else self._role
-            self._tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
-        return reply.value
+        return self.tracer.awaiting(self.role, span) if span else nullcontext()
 
 
+@dataclass(eq=False)
 class FollowerClient(Client):
     """A client of a role that may follow a trained model."""
 
-    def __init__(
-        self,
-        member: str,
-        role: str,
-        executor: Executor,
-        tracer: Tracer,
-        load: Load | None,
-        gate: EventGate | None,
-    ) -> None:
-        super().__init__(member, role, executor, tracer, gate)
-        self._load = load
+    sync: Load | None = None  # called instead of the service's method
 
     async def restart(self) -> None:
-        await self._gate.outcome(self.member, "restart", self._executor.restart)
+        await self.gate.outcome(self.member, "restart", self.executor.restart)
 
     async def load(self, weights: WeightsRef) -> None:
-        if self._load is None:
+        if self.sync is None:
             await self._call(FollowerService.load, weights)
         else:
-            await self.loaded(partial(self._load, weights))
+            await self.loaded(partial(self.sync, weights))
 
     async def loaded(self, load: Callable[[], Awaitable[Reply[Loaded]]]) -> None:
         with self._awaiting("load"):
             await self._passed("load", load)
 
 
+@dataclass(eq=False)
 class GeneratorClient(FollowerClient):
     """A generator on an executor. See :class:`~stretto.protocols.Generator`."""
 
-    def __init__(
-        self,
-        name: str,
-        executor: Executor,
-        tracer: Tracer,
-        load: Load | None = None,  # called instead of the service's method
-        kv_router: KVRouter | None = None,  # if KV caches are sent between processes
-        gate: EventGate | None = None,
-    ) -> None:
-        super().__init__(name, name, executor, tracer, load, gate)
-        self._kv_router = kv_router
-        if kv_router:
-            kv_router.add(name, executor)
+    kv_router: KVRouter | None = None  # if KV caches are sent between processes
+
+    def __post_init__(self) -> None:
+        if self.kv_router:
+            self.kv_router.add(self.member, self.executor)
 
     async def admit(self, responses: Sequence[Response]) -> None:
         await self._call(GeneratorService.admit, responses)
@@ -152,33 +123,19 @@ class GeneratorClient(FollowerClient):
         return await self._call(GeneratorService.export, rollout_ids, with_cache)
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        if self._kv_router is None:
+        if self.kv_router is None:
             await self._call(GeneratorService.accept, responses, transfers)
             return
-        accept = partial(self._kv_router.accept, self.member, responses, transfers)
+        accept = partial(self.kv_router.accept, self.member, responses, transfers)
         with self._awaiting("migrate"):
             await self._passed("accept", accept)
 
 
+@dataclass(eq=False, kw_only=True)
 class ScorerClient(FollowerClient):
     """A scorer on an executor. See :class:`~stretto.protocols.Scorer`."""
 
-    def __init__(
-        self,
-        info: ScorerInfo,  # initial, replaced by calls that return a ScorerInfo
-        executor: Executor,
-        tracer: Tracer,
-        replica: str = "",  # name of this replica if there are several, unique in a run
-        load: Load | None = None,  # called instead of the service's method
-        shown: str = "",  # name in traces
-        gate: EventGate | None = None,
-        *,
-        repeatable: bool = True,  # whether a replay can compute its scores again
-    ) -> None:
-        self.info = info
-        member = replica or info.name
-        super().__init__(member, short_name(shown or member), executor, tracer, load, gate)
-        self._answer = None if repeatable else CodeAnswer(info)
+    info: ScorerInfo  # initial, replaced by calls that return a ScorerInfo
 
     def _awaiting(self, span: str) -> AbstractContextManager[None]:
         reads = span in ("prefill", "score")
@@ -249,7 +206,7 @@ class ObservationAnswer:
 
 
 def _fields_of(message: Score | Observation) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in fields(message)}
+    return {f.name: getattr(message, f.name) for f in fields(message)}
 
 
 class EnvironmentClient:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto import files
 from stretto.assembly.controllers import bounds_what_waits, controls_of, holding_of, migrating_of
 from stretto.assembly.environments import open_environment
-from stretto.assembly.parts import ANSWERS_FROM, look_at_prompts, open_prompts
+from stretto.assembly.parts import look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.config import Config
@@ -27,6 +27,7 @@ from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans, WorkSpans
 from stretto.protocols import Generator, RealClock
 from stretto.runtime.clients import (
+    CodeAnswer,
     EnvironmentClient,
     GeneratorClient,
     KVRouter,
@@ -228,9 +229,7 @@ def start(
         functions = RoleFactory(config, say).open_functions(prompts, stack, overrides)
     judges = [f for f in functions if isinstance(f, FunctionScorer) and f.looks_inside]
     environment = open_environment(config, prompts, stack, say, overrides, judges)
-    first = look_at_prompts(prompts, config.algorithm, say)
-    if "task" in config.reward.sources and (column := prompts.task.found_answers):
-        say(f"{ANSWERS_FROM} '{column}', as task.columns names no answer")
+    first = look_at_prompts(prompts, config, say)
     held_out = None
     if config.observe.eval_every:
         with working(say, "reading the prompts of evaluations"):
@@ -240,14 +239,10 @@ def start(
         workers = ProcessWorkers(config, overrides, stack, say, first, folder)
     else:
         workers = ThreadWorkers(config, overrides, stack, say, prompts, gate)
-    executors = workers.executors
     spans = Spans(RealClock(), workers.devices, workers.processes)
-    meeting = _open_meeting(config, workers.meeting, stack)
-    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
-    sync = WeightSync(executors[LEARNER], meeting, tolerance, spans, say)
-    stack.callback(sync.close)
-    clients = _Clients(config, workers, sync, KVRouter(meeting) if meeting else None, spans, gate)
-    generators = [clients.generator(name) for name in generator_names(config.rollout.engines)]
+    sync = _open_sync(config, workers, spans, stack, say)
+    kv_router = KVRouter(sync.meeting) if sync.meeting else None
+    clients = _Clients(config, workers, sync, kv_router, spans, gate)
     replicas = [clients.function(f, say) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
         replicas.append(clients.function(verifier, say, held_out=True))
@@ -258,9 +253,9 @@ def start(
             sync.load_all(workers.ready.refs)
     schedule = Schedule(
         prompts.next,
-        generators,
+        [clients.generator(name) for name in generator_names(config.rollout.engines)],
         replicas,
-        LearnerClient(LEARNER, LEARNER, executors[LEARNER], spans, gate),
+        LearnerClient(LEARNER, LEARNER, workers.executors[LEARNER], spans, gate),
         clients.controls(judges, costs_of),
         gate,
         WorkSpans(spans) if gate.script else spans,
@@ -268,9 +263,8 @@ def start(
         sync.begin,
         environment and EnvironmentClient(environment, gate),
     )
-    # Facts on which the bits of results depend.
-    gate.fact("threads", lambda: {role: executors[role].threads for role in executors})
-    gate.fact("device", lambda: hardware(pick_device(config.model.device)))
+    gate.fact("threads", lambda: {role: e.threads for role, e in workers.executors.items()})
+    gate.fact("device", lambda: hardware(pick_device(config.model.device)))  # bits depend on both
     lags = config.schedule.knobs.copies_weights
     memory = _watch_memory(config, workers, stack)
     return Run(
@@ -278,14 +272,20 @@ def start(
     )
 
 
-def _open_meeting(config: Config, host: str | None, stack: ExitStack) -> Meeting | None:
-    if not host:
-        return None
-    # Two tries and the detection of hanging followers must fit into the schedule's deadline.
-    patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
-    store, port = open_store(host)
-    stack.callback(lambda: store)  # the store ends with its last reference
-    return Meeting(host, port, patience_s, config.schedule.deadline_s / 4)
+def _open_sync(
+    config: Config, workers: Workers, spans: Spans, stack: ExitStack, say: Say
+) -> WeightSync:
+    meeting = None
+    if host := workers.meeting:
+        # Two tries and the detection of hanging followers must fit into the schedule's deadline.
+        patience_s = min(config.cluster.weight_sync_timeout_s, config.schedule.deadline_s / 4)
+        store, port = open_store(host)
+        stack.callback(lambda: store)  # the store ends with its last reference
+        meeting = Meeting(host, port, patience_s, config.schedule.deadline_s / 4)
+    tolerance = Tolerance(config.cluster.probe_tolerance, workers.ready.dtype)
+    sync = WeightSync(workers.executors[LEARNER], meeting, tolerance, spans, say)
+    stack.callback(sync.close)
+    return sync
 
 
 def _watch_memory(config: Config, workers: Workers, stack: ExitStack) -> MemoryWatch | None:
@@ -311,7 +311,9 @@ class _Clients:
     def generator(self, name: str) -> Generator:
         executor = self.workers.executors[name]
         load = self.sync.follow(name, executor, "actor")
-        return GeneratorClient(name, executor, self.spans, load, self.kv_router, self.gate)
+        return GeneratorClient(
+            name, name, executor, self.spans, self.gate, sync=load, kv_router=self.kv_router
+        )
 
     def function(self, function: CodeScorer, say: Say, *, held_out: bool = False) -> ScorerReplica:
         worker = self.workers.thread_of(function.info.name)
@@ -324,26 +326,36 @@ class _Clients:
                 )
             else:
                 thread = CallerThread(worker)
-        executor = ThreadExecutor(ScorerService(function), thread)
-        info = function.info
-        client = ScorerClient(info, executor, self.spans, gate=self.gate, repeatable=False)
+        executor, info = ThreadExecutor(ScorerService(function), thread), function.info
+        client = ScorerClient(
+            info.name,
+            short_name(info.name),
+            executor,
+            self.spans,
+            self.gate,
+            CodeAnswer(info),
+            info=info,
+        )
         return ScorerReplica(client, held_out=held_out)
 
     def model(self, placed: RolePlacement, overrides: Overrides, say: Say) -> ScorerReplica:
-        executor, apart = self.workers.executors[placed.role], bool(self.workers.groups)
+        executor, has_process = self.workers.executors[placed.role], bool(self.workers.groups)
         info, notes = executor.ask(ScorerService.ready)
         for line in notes:
             say(line)
         load = self.sync.follow(placed.role, executor, info.follows) if info.follows else None
-        if apart and placed.scorer == "reference" and overrides.reference is None:
+        if has_process and placed.scorer == "reference" and overrides.reference is None:
             executor.ask(ScorerService.require, self.workers.ready)
         # Replicas on threads share a model and its name in traces.
-        label, device = ("", short_name(placed.role)) if apart else (info.name, "")
-        client = ScorerClient(info, executor, self.spans, placed.role, load, label, self.gate)
-        return ScorerReplica(client, placed.host, device)
+        name = short_name(placed.role if has_process else info.name)
+        client = ScorerClient(
+            placed.role, name, executor, self.spans, self.gate, sync=load, info=info
+        )
+        return ScorerReplica(client, placed.host, name if has_process else "")
 
     def controls(self, judges: Sequence[FunctionScorer], costs_of: CostsOf | None) -> Controls:
-        config, gate, workers = self.config, self.gate, self.workers
+        config, gate = self.config, self.gate
+        workers = self.workers
         migrating = holding = None
         if config.schedule.knobs.migrates(config.rollout.engines):
             prefill_rate, copy_rate = gate.fact("speeds", self._speeds)

@@ -80,7 +80,7 @@ class WeightSync:
         say: Say = lambda _: None,
     ) -> None:
         self._learner = learner
-        self._meeting = meeting
+        self.meeting = meeting
         self._tolerance = tolerance
         self._tracer, self._say = tracer, say
         self._followers: dict[str, Executor] = {}
@@ -120,7 +120,7 @@ class WeightSync:
             outcomes = self.transfer(ref, [name for name in names if not self._is_here(name)])
             for here in self._sharing_ranks(model):
                 start_s = time.perf_counter()
-                offers = self._offers(ref) if self._meeting else []
+                offers = self._offers(ref) if self.meeting else []
                 first, *others = (self._followers[name] for name in here)
                 replies = first.ask_jointly(others, FollowerService.load, ref)
                 loaded = dict(zip(here, replies, strict=True))
@@ -173,11 +173,11 @@ class WeightSync:
         """
         here = [name for name, follows in self._models.items() if follows == model]
         here = [name for name in here if self._is_here(name)]
-        return [here] if here and self._meeting else [[name] for name in here]
+        return [here] if here and self.meeting else [[name] for name in here]
 
     async def _load_here(self, names: Sequence[str], ref: WeightsRef) -> Mapping[str, Outcome]:
         start_s = time.perf_counter()
-        offers = await asyncio.to_thread(self._offers, ref) if self._meeting else []
+        offers = await asyncio.to_thread(self._offers, ref) if self.meeting else []
         first, *others = (self._followers[name] for name in names)
         replies = await first.call_jointly(others, FollowerService.load, ref)
         return self._loaded_here(dict(zip(names, replies, strict=True)), ref, offers, start_s)
@@ -303,14 +303,14 @@ class WeightSync:
 
     def _patience_s(self, model: str, wire: Wire, size: int) -> float:
         """Return a transfer's time limit. Exceeds the setting if the model or wire needs more."""
-        assert self._meeting is not None
+        assert self.meeting is not None
         before = self._times.get((model, wire))
         enough_s = SLOW * median(before) if before else size / LEAST_BYTES_PER_S[wire]
-        return max(self._timeout_s, min(enough_s, self._meeting.most_s))
+        return max(self._timeout_s, min(enough_s, self.meeting.most_s))
 
     def _routes(self, ref: WeightsRef, size: int, wires: Mapping[str, Wire]) -> Routes:
         """Return the routes of the learner's ranks and of followers, with one group per wire."""
-        assert self._meeting is not None
+        assert self.meeting is not None
         sources, routes = self._learner.facts, Routes({}, {})
         by_wire: dict[Wire, list[str]] = {}
         for name, wire in wires.items():
@@ -323,7 +323,7 @@ class WeightSync:
                 epoch = self._epoch
                 self._groups[ref.model, wire] = epoch, members
             ranks = [len(self._followers[name].facts) for name in group]
-            rank_routes = self._meeting.routes(
+            rank_routes = self.meeting.routes(
                 f"weights/{ref.model}/{wire}",
                 epoch,
                 len(sources) + sum(ranks),

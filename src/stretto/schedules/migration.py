@@ -152,7 +152,8 @@ class AutoMigration(Simulating):
         self, limits: MigrationLimits, batch: int, *, every: int = 20, seed: int = 0
     ) -> None:
         check_least(1, batch=batch, every=every)
-        self._limits, self._batch, self._every, self._seed = limits, batch, every, seed
+        self._limits, self._batch = limits, batch
+        self._every, self._seed = every, seed
         super().__init__(max(1024, 4 * batch))
         self._threshold = self._beyond = 0
 
