@@ -70,11 +70,11 @@ class Case:
         self.folder = folder
         self.checkpointer = Checkpointer(
             cast(Run, self.fake),
+            self.notes.append,
             folder,
             {"task": {"number of rows": "5"}},
             ObserveConfig(**observe),
             STEPS,
-            self.notes.append,
             self.clock,
         )
 

@@ -22,13 +22,15 @@ import json
 import re
 import shutil
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -42,7 +44,6 @@ from stretto.protocols import Clock
 from stretto.runtime.run import Run
 from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size
-from stretto.workers.gate import EventGate
 
 T = TypeVar("T")
 
@@ -204,7 +205,7 @@ def _compare(file: Path, expected: FileSum) -> None:
         raise _DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
-def in_background(work: Callable[[], T]) -> Future[T]:
+def _in_background(work: Callable[[], T]) -> Future[T]:
     """Run ``work`` in a daemon thread, which does not keep the process alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # cancelling the wait does not stop it
@@ -219,18 +220,64 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def passing(gate: EventGate, name: str, write: Callable[[], T]) -> asyncio.Task[T]:
-    """Run ``write`` in the background. Its end passes the gate, as later work depends on it."""
-    writing = in_background(write)
-    work = gate.outcome(name, "write", lambda: asyncio.wrap_future(writing))
-    return asyncio.create_task(work)
-
-
 # -- during a run --------------------------------------------------------------------------------
 
 
-class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
-    """Writes a run's checkpoints, each staged between two steps and written by a thread.
+@dataclass(eq=False)
+class BackgroundWriter(AbstractAsyncContextManager[Any], Generic[T]):
+    """Writes files of a run by a thread during training, one write at a time.
+
+    - A failed write (full disk) is reported and does not end the run. Earlier files stay.
+    - Leave the context while the event loop runs, because it waits for the write in progress.
+    """
+
+    running: Run
+    note: Callable[[str], None]
+    _writing: asyncio.Task[T] | None = field(default=None, init=False)
+
+    @property
+    @abstractmethod
+    def _missing(self) -> str:
+        """A message after a failure that ends the run."""
+
+    @abstractmethod
+    def _failed(self, error: StorageError) -> None:
+        """Report a failure that does not end the run."""
+
+    def _done(self, written: T) -> None:
+        """Do nothing more after a write."""
+
+    def _begin(self, name: str, write: Callable[[], T]) -> None:
+        """Start ``write``. Its end passes the gate, as later work depends on it."""
+        writing = _in_background(write)
+        work = self.running.gate.outcome(name, "write", lambda: asyncio.wrap_future(writing))
+        self._writing = asyncio.create_task(work)
+
+    async def _written(self) -> None:
+        """Wait for the write in progress, if any, and report a failure."""
+        if self._writing is None:
+            return
+        try:
+            self._done(await asyncio.shield(self._writing))
+        except StorageError as error:
+            self._failed(error)
+        finally:
+            if self._writing.done():  # otherwise the wait was interrupted
+                self._writing = None
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for the write in progress. Its failure does not hide an earlier error."""
+        try:
+            await self._written()
+        except Exception as failure:
+            if error is None:
+                raise
+            self.note(f"{self._missing}: {failure}")
+
+
+@dataclass(eq=False)
+class Checkpointer(BackgroundWriter[Path]):
+    """Writes a run's checkpoints, each staged between two steps.
 
     - Staging copies the state that training changes, so that training continues during the write.
       It waits for the write if memory is too short for a copy.
@@ -238,31 +285,17 @@ class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
       With ``observe.checkpoint_minutes`` it moves to the first step after the write.
     - A run without a checkpoint takes one after :data:`FIRST_MINUTES`.
     - One follows the last step in either case, and replaces all earlier ones.
-    - A failed write (full disk) is reported and does not end the run. Earlier checkpoints stay.
-
-    Leave the context while the event loop runs, because it waits for the write in progress.
     """
 
-    def __init__(
-        self,
-        running: Run,
-        folder: Path,
-        inputs: Mapping[str, Mapping[str, str]],
-        observe: ObserveConfig,
-        steps: int,
-        note: Callable[[str], None],
-        clock: Clock | None = None,
-    ) -> None:
-        self._running = running
-        self._folder = folder
-        self._observe = observe
-        self._inputs = json.dumps(inputs, indent=1) + "\n"
-        self._steps = steps
-        self._note = note
-        self._clock = clock or running.gate
-        self._taken_s = self._clock.now()
-        self._any = newest(folder) > 0
-        self._writing: asyncio.Task[Path] | None = None  # done once it has passed the gate
+    folder: Path
+    inputs: Mapping[str, Mapping[str, str]]
+    observe: ObserveConfig
+    steps: int
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._taken_s = self.clock.now()
+        self._any = newest(self.folder) > 0
         self._step = 0  # step of the current or last write
 
     async def after(self, step: int, *, last: bool = False, asked: bool = False) -> None:
@@ -270,85 +303,76 @@ class Checkpointer(AbstractAsyncContextManager["Checkpointer"]):
         StrettoError if the process with the state is gone.
         """
         if last:
-            self._steps = step
+            self.steps = step
         if self._writing and self._writing.done():
             await self._written()
         if asked or self._is_due(step):
             await self._written()
             await self._take(step)
-        if step == self._steps:
+        if step == self.steps:
             await self._written()
 
     def lacks(self, step: int) -> bool:
-        return self._observe.checkpoints and newest(self._folder) != step
+        return self.observe.checkpoints and newest(self.folder) != step
 
     def write_last(self, step: int, staged: Staged) -> Path:
-        return save(self._folder, step, {**staged.files, INPUTS: self._write_inputs})
+        return save(self.folder, step, {**staged.files, INPUTS: self._write_inputs})
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for the write in progress. Its failure does not hide an earlier error."""
         if self._writing and not self._writing.done():
-            self._note(f"waiting until the checkpoint of step {self._step} is written")
-        try:
-            await self._written()
-        except Exception as failure:
-            if error is None:
-                raise
-            self._note(f"the checkpoint of step {self._step} is not written: {failure}")
+            self.note(f"waiting until the checkpoint of step {self._step} is written")
+        await super().__aexit__(kind, error, trace)
 
     def _is_due(self, step: int) -> bool:
-        interval, minutes = self._observe.checkpoint_every, self._observe.checkpoint_minutes
-        if step == self._steps:
-            return self._observe.checkpoints
+        interval, minutes = self.observe.checkpoint_every, self.observe.checkpoint_minutes
+        if step == self.steps:
+            return self.observe.checkpoints
         if interval:
             return step % interval == 0
         wait_s = 60 * (minutes if self._any else min(minutes, FIRST_MINUTES))
-        overdue = self._clock.now() - self._taken_s >= wait_s
+        overdue = self.clock.now() - self._taken_s >= wait_s
         return minutes > 0 and overdue and self._writing is None
 
     async def _take(self, step: int) -> None:
-        self._taken_s, self._step = self._clock.now(), step
-        async with self._running.schedule.weights_lock:
-            with self._running.spans.span(CHECKPOINT, "checkpoint/stage", step=step):
+        self._taken_s, self._step = self.clock.now(), step
+        async with self.running.schedule.weights_lock:
+            with self.running.spans.span(CHECKPOINT, "checkpoint/stage", step=step):
                 # After the last step nothing changes the state any more.
-                staged = await self._running.stage(copy=step < self._steps)
-                if self._running.overrides.exports:
-                    await self._running.stage_model(EXPORT, held=False)
-            self._writing = self._begin(step, staged)
+                staged = await self.running.stage(copy=step < self.steps)
+                if self.running.overrides.exports:
+                    await self.running.stage_model(EXPORT, held=False)
+            self._write(step, staged)
             if staged.live:
                 await self._written()
 
-    def _begin(self, step: int, staged: Staged) -> asyncio.Task[Path]:
-        keep = 1 if step == self._steps else KEPT
+    def _write(self, step: int, staged: Staged) -> None:
+        keep = 1 if step == self.steps else KEPT
         parts = {**staged.files, INPUTS: self._write_inputs}
 
         def write() -> Path:
-            with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
-                path = save(self._folder, step, parts, keep)
-                if exports := self._running.overrides.exports:
-                    exports(step, path, partial(self._running.save_staged, EXPORT))
+            with self.running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
+                path = save(self.folder, step, parts, keep)
+                if exports := self.running.overrides.exports:
+                    exports(step, path, partial(self.running.save_staged, EXPORT))
                 return path
 
-        return passing(self._running.gate, CHECKPOINT, write)
+        self._begin(CHECKPOINT, write)
 
     def _write_inputs(self, file: Path) -> Mapping[str, FileSum]:
-        file.write_text(self._inputs, "utf-8")
+        file.write_text(json.dumps(self.inputs, indent=1) + "\n", "utf-8")
         return {"": files.sum_of(file)}
 
-    async def _written(self) -> None:
-        """Wait for the write in progress, if any, and report a failure."""
-        if self._writing is None:
-            return
-        try:
-            path = await asyncio.shield(self._writing)
-            if not self._any and self._step < self._steps:
-                size = format_size(files.size_of(path))
-                self._note(f"the first checkpoint, of step {self._step}, takes {size}: {path}")
-            self._any = True
-        except StorageError as error:
-            last = newest(self._folder)
-            newest_text = f"the newest is of step {last}" if last else "nor any other"
-            self._note(f"{error}. There is no checkpoint of step {self._step}; {newest_text}")
-        finally:
-            if self._writing.done():  # otherwise the wait was interrupted
-                self._writing = None
+    @property
+    def _missing(self) -> str:
+        return f"the checkpoint of step {self._step} is not written"
+
+    def _done(self, written: Path) -> None:
+        if not self._any and self._step < self.steps:
+            size = format_size(files.size_of(written))
+            self.note(f"the first checkpoint, of step {self._step}, takes {size}: {written}")
+        self._any = True
+
+    def _failed(self, error: StorageError) -> None:
+        last = newest(self.folder)
+        newest_text = f"the newest is of step {last}" if last else "nor any other"
+        self.note(f"{error}. There is no checkpoint of step {self._step}; {newest_text}")

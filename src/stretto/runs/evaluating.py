@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
@@ -19,7 +19,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.card import NAME, is_edited, write_card
 from stretto.observe.run_directory import EVALUATED, SCORE, Best
 from stretto.observe.spans import CHECKPOINT
-from stretto.runs.checkpoint import passing
+from stretto.runs.checkpoint import BackgroundWriter
 from stretto.runtime.run import Run, start
 from stretto.saying import Say
 from stretto.schedules.evaluation import Evaluation
@@ -94,41 +94,31 @@ def answer_all(config: Config, overrides: Overrides, say: Say) -> list[Rollout]:
     return answers
 
 
-class Evaluator(AbstractAsyncContextManager["Evaluator"]):
-    """Runs the evaluations of a run and keeps the best one's model.
-
-    - That model is copied before its weights change, and written by a thread during training.
-    - A failed write (full disk) is reported and does not end the run. The previous best stays.
-    - Leave the context while the event loop runs, because it waits for the write in progress.
+@dataclass(eq=False)
+class Evaluator(BackgroundWriter[None]):
+    """Runs the evaluations of a run and keeps the best one's model, which is copied before its
+    weights change.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        running: Run,
-        held_out: HeldOut,
-        run_dir: RunDirectory,
-        note: Callable[[str], None],
-    ) -> None:
-        self._config = config
-        self._running = running
-        self._run_dir = run_dir
-        self._note = note
+    config: Config
+    held_out: HeldOut
+    run_dir: RunDirectory
+
+    def __post_init__(self) -> None:
         self.news: dict[str, float] = {}  # metrics that no step has recorded yet
-        self.best = run_dir.best()  # so far; its model is kept
-        self._evaluated = {int(m[EVALUATED]) for m in run_dir.read_metrics() if EVALUATED in m}
-        self._writing: asyncio.Task[None] | None = None
-        interval, facts = config.observe.eval_every, held_out.facts
-        running.schedule.evaluation = Evaluation(interval, held_out.prompts, self._take)
-        note(
-            f"evaluated every {interval} steps on {len(held_out.prompts)} prompts of "
-            f"{facts['rows']}; {facts['seen']}"
+        self.best = self.run_dir.best()  # so far; its model is kept
+        self._evaluated = {int(m[EVALUATED]) for m in self.run_dir.read_metrics() if EVALUATED in m}
+        interval, prompts = self.config.observe.eval_every, self.held_out.prompts
+        self.running.schedule.evaluation = Evaluation(interval, prompts, self._take)
+        self.note(
+            f"evaluated every {interval} steps on {len(prompts)} prompts of "
+            f"{self.held_out.facts['rows']}; {self.held_out.facts['seen']}"
         )
 
     @property
     def exhausted(self) -> str:
         """Reason for early stopping, or empty."""
-        patience, best = self._config.observe.eval_patience, self.best
+        patience, best = self.config.observe.eval_patience, self.best
         if not patience or best is None:
             return ""
         worse = sum(step > best.step for step in self._evaluated)  # repeated steps count once
@@ -144,46 +134,32 @@ class Evaluator(AbstractAsyncContextManager["Evaluator"]):
         return news
 
     async def _take(self, step: int, answers: Sequence[Rollout], seconds: float) -> None:
-        metrics = figures(self._config, answers)
+        metrics = figures(self.config, answers)
         self.news = {EVALUATED: float(step), **metrics, "timing_s/eval": seconds}
         await self._written()
         self._evaluated.add(step)
         if self.best and metrics[SCORE] <= self.best.score:
             return
-        self.best = Best(step, metrics[SCORE], self._run_dir.best_model)
-        await self._running.stage_model(BEST)
-        write = partial(self._write, step, metrics)
-        self._writing = passing(self._running.gate, "evaluation", write)
+        self.best = Best(step, metrics[SCORE], self.run_dir.best_model)
+        await self.running.stage_model(BEST)
+        self._begin("evaluation", partial(self._write, step, metrics))
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        folder = self._run_dir.best_model
-        with self._running.spans.span(CHECKPOINT, BEST, step=step):
+        folder = self.run_dir.best_model
+        with self.running.spans.span(CHECKPOINT, BEST, step=step):
             record = json.dumps({"step": step, **metrics}, indent=2) + "\n"
             with files.explained(folder), files.new_folder(folder) as scratch:
-                self._running.save_staged(BEST, scratch)
+                self.running.save_staged(BEST, scratch)
                 if is_edited(folder):
                     shutil.copy2(folder / NAME, scratch / NAME)
-                write_card(self._run_dir, self._config.algorithm.name, folder=scratch)
-                (scratch / self._run_dir.best_file.name).write_text(record)
+                write_card(self.run_dir, self.config.algorithm.name, folder=scratch)
+                (scratch / self.run_dir.best_file.name).write_text(record)
 
-    async def _written(self) -> None:
-        if self._writing is None:
-            return
-        try:
-            await asyncio.shield(self._writing)
-        except StorageError as error:
-            self._note(f"{error}. The model of the best evaluation is not kept")
-            self.best = self._run_dir.best()
-            self._evaluated.clear()  # because that model was better than the one on disk
-        finally:
-            if self._writing.done():
-                self._writing = None
+    @property
+    def _missing(self) -> str:
+        return "the model of the best evaluation is not kept"
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for the write in progress. Its failure does not hide an earlier error."""
-        try:
-            await self._written()
-        except Exception as failure:
-            if error is None:
-                raise
-            self._note(f"the model of the best evaluation is not kept: {failure}")
+    def _failed(self, error: StorageError) -> None:
+        self.note(f"{error}. The model of the best evaluation is not kept")
+        self.best = self.run_dir.best()
+        self._evaluated.clear()  # because that model was better than the one on disk

@@ -104,7 +104,7 @@ def train(
         running.spans.take()
         evaluator = None
         if running.held_out:
-            evaluator = Evaluator(config, running, running.held_out, run_dir, recorder.note)
+            evaluator = Evaluator(running, recorder.note, config, running.held_out, run_dir)
         loop = _TrainingLoop(
             *(config, running, recorder, run_dir, inputs.found, progress, state, first),
             evaluator,
@@ -191,7 +191,9 @@ class _TrainingLoop:
                 await running.load_state_dict(self.state)
             self.state = None
         folder, note = self.run_dir.checkpoints, self.recorder.note
-        checkpoints = Checkpointer(running, folder, self.inputs, config.observe, config.steps, note)
+        checkpoints = Checkpointer(
+            running, note, folder, self.inputs, config.observe, config.steps, running.gate
+        )
         self.checkpoints = checkpoints
         title = f"step {self.done + 1}"
         if config.pipeline.ranks and config.pipeline.schedule != "serial":
