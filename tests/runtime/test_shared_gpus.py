@@ -198,5 +198,5 @@ def test_beside_a_learner_of_adapters_the_reference_is_its_actor_without_them(
     alone = scorer_roles.reference(replace(setup, shared={}))
     assert not held & {p.data_ptr() for p in alone.worker.model.parameters()}
     assert alone.offloaded is not None
-    assert alone._marks == service._marks
+    assert alone.marks == service.marks
     assert not any("lora" in name for name, _ in alone.worker.model.named_parameters())

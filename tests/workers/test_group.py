@@ -38,7 +38,7 @@ class Counter(Service):
     """A service that counts, and can misbehave."""
 
     def __init__(self, factor: int) -> None:
-        super().__init__()
+        super().__init__(None)
         if not factor:
             raise ConfigError("a factor of 0", "no-factor")
         self.factor, self.calls = factor, 0
@@ -226,7 +226,7 @@ class Slice(Service):
     """A rank's slice of a model, which meets the others in its methods, and can misbehave."""
 
     def __init__(self, alone_s: float) -> None:
-        super().__init__()
+        super().__init__(None)
         services_module.ALONE_S, self._rank = alone_s, dist.get_rank()
 
     @Remote("work", alike=True)
@@ -371,7 +371,7 @@ class Slow(Service):
     """A service that takes a minute to make."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         threading.Event().wait(60)
 
 
@@ -403,7 +403,7 @@ class Mortal(Service):
     """A service whose process dies while it is made, as often as a file has lines left."""
 
     def __init__(self, deaths: Path) -> None:
-        super().__init__()
+        super().__init__(None)
         left = deaths.read_text().splitlines()
         deaths.write_text("\n".join(left[1:]))
         if left:

@@ -36,7 +36,7 @@ class Part(Service):
     """A service of some ranks, which can wait for others, and misbehave."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         services_module.ALONE_S = 0.2
         self._store = dist.distributed_c10d._get_default_store()
         self._held, self._released = threading.Event(), threading.Event()

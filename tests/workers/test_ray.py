@@ -189,7 +189,7 @@ class Counter(Service):
     """A service that counts."""
 
     def __init__(self, start: int) -> None:
-        super().__init__()
+        super().__init__(None)
         self.count = start
 
     def add(self, number: int) -> Reply[int]:

@@ -30,7 +30,7 @@ class Owner(Service):
     """A service with a tensor that rests while others work."""
 
     def __init__(self, name: str, number: float, copies: CopyStream) -> None:
-        super().__init__()
+        super().__init__(None)
         self.tensor = torch.full((4,), number)
         self.offloaded = OffloadedTensors(name, lambda: [self.tensor], copies)
 
@@ -80,7 +80,7 @@ def host(copies: CopyStream) -> RankServices:
     makes: Makes = {
         "one": (Owner, ("one", 1.0, copies)),
         "two": (Owner, ("two", 2.0, copies)),
-        "plain": (Plain, ()),
+        "plain": (Plain, (None,)),
     }
     return RankServices(0, makes)
 
@@ -143,7 +143,7 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
 
 
 def test_services_without_shelves_are_left_alone() -> None:
-    services = RankServices(0, {"plain": (Plain, ())})
+    services = RankServices(0, {"plain": (Plain, (None,))})
     assert services.answer("plain", "work", ()) == Reply(1)
 
 
@@ -185,7 +185,7 @@ def test_a_gpus_span_is_its_work_and_not_the_launch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
 
     def prefilled(seconds: float) -> list[tuple[float, float]]:
-        with Service(Worker(), gpu)._timed("prefill") as timed:
+        with Service(Worker(), clock=gpu)._timed("prefill") as timed:
             gpu.launch(seconds)
         return [(w.start_s, w.end_s) for w in timed.work]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -57,67 +57,53 @@ def _tokens(batch: TrainBatch) -> int:
     return max(batch.total_tokens, 1)
 
 
+@dataclass(eq=False)
 class LearnerService(Service):
-    """The learner on one of its ranks. It scores the probe, token ids [n, t], for each version."""
+    """The learner on one of its ranks."""
 
-    def __init__(
-        self,
-        learner: PolicyLearner,
-        channel: SharedChannel,
-        prompts: PromptSource,
-        ready: Ready,
-        probe: IntArray | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        give_back: Callable[[], None] = lambda: None,  # called when a step's work is done
-    ) -> None:
-        super().__init__(learner)
-        self._learner = learner
-        self._channel = channel
-        self._prompts = prompts
-        self._ready = ready
-        self._probe = [
-            Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:])
-            for i, row in enumerate([] if probe is None else probe)
-        ]
-        self._probed: dict[int, FloatArray] = {}
-        self._rank = rank
-        self._ranks = ranks
-        self._give_back = give_back
-        self._staged: dict[str, Any] | None = None
-        self._models: dict[str, nn.Module | None] = {}  # staged copies, by use
+    worker: PolicyLearner
+    channel: SharedChannel
+    prompts: PromptSource
+    message: Ready  # to the other processes
+    probe: Sequence[Response] = ()  # scored for each version
+    ranks: int = 1
+    give_back: Callable[[], None] = lambda: None  # called when a step's work is done
+    _probed: dict[int, FloatArray] = field(default_factory=dict, init=False)
+    _staged: dict[str, Any] | None = field(default=None, init=False)
+    _models: dict[str, nn.Module | None] = field(default_factory=dict, init=False)
+    """Staged copies, by use."""
 
     @Remote(light=True)
     def ready(self) -> Ready:
-        return self._ready
+        return self.message
 
     @Remote("update", task="update", waits=True, size=_tokens)
     def train(self, batch: TrainBatch) -> Reply[TrainStepOutput]:
         with self._timed("update") as timed:
-            output = self._learner.train(batch)
+            output = self.worker.train(batch)
             timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
         return Reply(output, timed.work)
 
     @Remote("accumulate", task="update", reads=True, waits=True, size=_tokens)
     def accumulate(self, batch: TrainBatch) -> Reply[None]:
         with self._timed("accumulate") as timed:
-            self._learner.accumulate(batch)
+            self.worker.accumulate(batch)
             timed.attributes = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
         return Reply(None, timed.work)
 
     @Remote("publish", task="weight sync", light=True)
     def publish(self) -> Reply[Mapping[str, WeightsRef]]:
         with self._timed("publish") as timed:
-            refs = self._learner.publish()
+            refs = self.worker.publish()
             self._read_probe(refs["actor"].version)
-            self._give_back()
+            self.give_back()
             timed.attributes = {"version": refs["actor"].version}
         return Reply(refs, timed.work)
 
     def _read_probe(self, version: int) -> None:
-        if not self._probe:
+        if not self.probe:
             return
-        logprobs = self._learner.logprobs(self._probe)
+        logprobs = self.worker.logprobs(self.probe)
         newest = [*sorted(self._probed), version][-4:]
         self._probed = {v: self._probed[v] for v in newest if v in self._probed}
         self._probed[version] = logprobs
@@ -125,16 +111,16 @@ class LearnerService(Service):
     @Remote(task="weight sync")
     def offer(self, ref: WeightsRef) -> Offer:
         """Return the transfer plan of a version. Called on the side."""
-        assert isinstance(self._channel, WeightSender)
-        plan = self._channel.plan(ref)
+        assert isinstance(self.channel, WeightSender)
+        plan = self.channel.plan(ref)
         probe = self._probed.get(ref.version) if ref.model == "actor" else None
         return Offer(plan.mark, plan.size, probe)
 
     @Remote(task="weight sync")
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
         """Send this rank's parts of a version by its route. Called on the side, during training."""
-        assert isinstance(self._channel, WeightSender)
-        return self._channel.send(ref, routes[self._rank])
+        assert isinstance(self.channel, WeightSender)
+        return self.channel.send(ref, routes[self.rank])
 
     @Remote(task="checkpoint", reads=True, collective=True)
     def stage(self, copy: bool, refs: Sequence[WeightsRef]) -> Reply[tuple[bool, int]]:
@@ -156,19 +142,19 @@ class LearnerService(Service):
         return size_of(self._staged)
 
     def _packed(self, refs: Sequence[WeightsRef]) -> dict[str, Any]:
-        trained = self._learner.trained
+        trained = self.worker.trained
         published = {
-            (ref.model, ref.version): trained[ref.model].pieces(self._channel.kept(ref))
+            (ref.model, ref.version): trained[ref.model].pieces(self.channel.kept(ref))
             for ref in refs
         }
-        return shard_files.packed(self._learner.state_dict(), self._rank, self._ranks, published)
+        return shard_files.packed(self.worker.state_dict(), self.rank, self.ranks, published)
 
     @Remote(task="checkpoint")
     def write(self, folder: Path) -> tuple[str, FileSum]:
         """Write this rank's staged file, on the side. Return its name and checksum."""
         state, self._staged = self._staged, None
         assert state is not None
-        file = folder / shard_files.file_name(self._rank, self._ranks)
+        file = folder / shard_files.file_name(self.rank, self.ranks)
         with files.explained(file):
             return file.name, shard_files.write(file, state)
 
@@ -176,43 +162,43 @@ class LearnerService(Service):
     def load(self, path: Path, kept: Sequence[WeightsRef]) -> Reply[Mapping[str, WeightsRef]]:
         """Load a state from files, and the versions in ``kept``. Return tickets of the weights."""
         state = self._read(path)
-        self._learner.load_state_dict(state)
+        self.worker.load_state_dict(state)
         refs = self.offered()
         for ref in kept:  # may include the newest version, if weights have changed since
             pieces = state[shard_files.PUBLISHED][ref.model, ref.version]
-            self._channel.put(ref, self._learner.trained[ref.model].from_pieces(pieces))
+            self.channel.put(ref, self.worker.trained[ref.model].from_pieces(pieces))
         return Reply(refs)
 
     @Remote(task="weight sync")
     def offered(self) -> Mapping[str, WeightsRef]:
-        refs = self._learner.offer()
+        refs = self.worker.offer()
         self._read_probe(refs["actor"].version)
         return refs
 
     @Remote(task="copying of the weights")
     def trained(self) -> Reply[dict[str, dict[str, torch.Tensor]]]:
-        return Reply(self._learner.weights())
+        return Reply(self.worker.weights())
 
     @Remote(task="end of updates")
     def end_updates(self) -> bool:
         """Refuse further updates and return whether the weights are consistent. On the side."""
-        return self._learner.trained["actor"].end_updates()
+        return self.worker.trained["actor"].end_updates()
 
     @Remote(task="saving of the model")
     def save(self, folder: Path) -> None:
-        self._learner.trained["actor"].save(folder, self._prompts.tokenizer)
+        self.worker.trained["actor"].save(folder, self.prompts.tokenizer)
 
     @Remote(task="saving of the model", reads=True, collective=True)
     def stage_model(self, use: str, ref: WeightsRef | None) -> Reply[None]:
-        weights = self._channel.kept(ref) if ref else None
-        self._models[use] = self._learner.trained["actor"].copied(weights)
+        weights = self.channel.kept(ref) if ref else None
+        self._models[use] = self.worker.trained["actor"].copied(weights)
         return Reply(None)
 
     @Remote(task="saving of the model")
     def save_staged(self, use: str, folder: Path) -> None:
         model = self._models.pop(use, None)
         if model is not None:
-            save_model(model, self._prompts.tokenizer, folder)
+            save_model(model, self.prompts.tokenizer, folder)
 
     def _read(self, path: Path) -> dict[str, Any]:
         state, error = dict[str, Any](), None
@@ -226,7 +212,7 @@ class LearnerService(Service):
         return state
 
     def _of_all(self, value: T) -> list[T]:
-        return of_all_ranks(value) if self._ranks > 1 else [value]
+        return of_all_ranks(value) if self.ranks > 1 else [value]
 
 
 def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
@@ -270,13 +256,15 @@ def learner(setup: RoleSetup, probe: IntArray) -> LearnerService:
         if isinstance(model, DividedModel):
             sender.divide(name, model.trained_wholes, model.division.owners)
     ready = Ready({}, frozen, notes, learner_role.trained["actor"].dtype)
-    rank = dist.get_rank()
+    responses = [
+        Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:]) for i, row in enumerate(probe)
+    ]
     setup = replace(setup, overrides=NO_OVERRIDES)  # frees a model that the caller brought
     service = LearnerService(
-        learner_role, sender, prompts, ready, probe, rank, ranks, setup.give_back
+        learner_role, sender, prompts, ready, responses, ranks, setup.give_back
     )
     service.offloaded = _offloaded(learner_role, setup)
-    service._ready = replace(ready, refs=service.offered())
+    service.message = replace(ready, refs=service.offered())
     del models, rewards, overrides  # frees models that are no longer needed
     setup.give_back()
     return service

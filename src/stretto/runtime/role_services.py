@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -26,7 +26,6 @@ from stretto.models.forward import unwrapped
 from stretto.models.layer_shards import divided_parameters, slice_model
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
-from stretto.models.offload import OffloadedTensors
 from stretto.pipelines.executor.stages import StageOwners, layout_of
 from stretto.rollout.base import Engine
 from stretto.runtime.kv_transfer import KVStore
@@ -60,6 +59,7 @@ Receiver = WeightReceiver | Resharding
 """The follower's end of a weight channel between processes."""
 
 
+@dataclass(eq=False)
 class FollowerService(Service):
     """A service that may follow a trained model. Weights from other processes need a receiver."""
 
@@ -96,22 +96,13 @@ class FollowerService(Service):
         return None
 
 
+@dataclass(eq=False)
 class GeneratorService(FollowerService):
     """The service of an engine."""
 
     worker: Engine
-
-    def __init__(
-        self,
-        engine: Engine,
-        receiver: Receiver | None = None,
-        kv_store: KVStore | None = None,  # sends KV caches between processes
-        probe: IntArray | None = None,  # token ids [n, t], scored after each weight sync
-    ) -> None:
-        super().__init__(engine)
-        self.receiver = receiver
-        self._kv_store = kv_store
-        self._probe = probe
+    kv_store: KVStore | None = None  # sends KV caches between processes
+    probe: IntArray | None = None  # token ids [n, t], scored after each weight sync
 
     @Remote(light=True)
     def admit(self, responses: Sequence[Response]) -> Reply[None]:
@@ -152,16 +143,16 @@ class GeneratorService(FollowerService):
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         with self._timed("migrate") as timed:
             transfers = self.worker.export(rollout_ids, with_cache)
-            if self._kv_store:
-                transfers = self._kv_store.keep(transfers)
+            if self.kv_store:
+                transfers = self.kv_store.keep(transfers)
             timed.attributes = {"rollouts": list(rollout_ids)}
         return Reply(transfers, timed.work)
 
     @Remote("migrate", task="migration")
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
         with self._timed("migrate") as timed:
-            if self._kv_store:
-                transfers = self._kv_store.fetch(transfers)
+            if self.kv_store:
+                transfers = self.kv_store.fetch(transfers)
             self.worker.accept(responses, transfers)
             timed.attributes = {"rollouts": [r.id for r in responses]}
         return Reply(None, timed.work)
@@ -169,52 +160,40 @@ class GeneratorService(FollowerService):
     @Remote(task="migration")
     def ship(self, bundle: int, route: Route) -> None:
         """Send a bundle of KV caches. Called on the side."""
-        assert self._kv_store
-        self._kv_store.ship(bundle, route)
+        assert self.kv_store
+        self.kv_store.ship(bundle, route)
 
     @Remote(task="measuring")
     def sample(self) -> tuple[int, BucketPlan]:
-        assert self._kv_store
-        return self._kv_store.sample()
+        assert self.kv_store
+        return self.kv_store.sample()
 
     @Remote(task="measuring")
     def measure(self, route: Route, what: BucketPlan) -> float:
-        assert self._kv_store
-        return self._kv_store.measure(route, what)
+        assert self.kv_store
+        return self.kv_store.measure(route, what)
 
     def rates(self) -> MoveRates:
         """Measure costs for the rules of migration and of parked episodes."""
-        if self._probe is not None:  # kv_bytes_per_token is known after a forward pass
-            self.worker.logprobs(self._probe)
+        if self.probe is not None:  # kv_bytes_per_token is known after a forward pass
+            self.worker.logprobs(self.probe)
         moves = self.worker.capabilities.moves_cache
         rate = self.worker.prefill_tokens_per_s()
         size = self.worker.kv_bytes_per_token if moves else 0
         return MoveRates(rate, size, self.worker.host_bytes_per_s())
 
     def _probed(self) -> FloatArray | None:
-        return None if self._probe is None else self.worker.logprobs(self._probe)
+        return None if self.probe is None else self.worker.logprobs(self.probe)
 
 
+@dataclass(eq=False)
 class ScorerService(FollowerService):
     """The service of a scorer. Calls without a value of their own return its ScorerInfo."""
 
     worker: ModelScorer | CodeScorer
-
-    def __init__(
-        self,
-        scorer: ModelScorer | CodeScorer,
-        notes: Sequence[str] = (),  # lines for the log
-        receiver: Receiver | None = None,
-        marks: tuple[str, str] = ("", ""),  # fingerprints of the reference
-        offloaded: OffloadedTensors | None = None,
-        give_back: Callable[[], None] = lambda: None,  # called after responses were read
-    ) -> None:
-        super().__init__(scorer)
-        self._give_back = give_back
-        self._notes = notes
-        self.receiver = receiver
-        self._marks = marks
-        self.offloaded = offloaded
+    notes: Sequence[str] = ()  # lines for the log
+    marks: tuple[str, str] = ("", "")  # fingerprints of the reference
+    give_back: Callable[[], None] = lambda: None  # called after responses were read
 
     @property
     def streams(self) -> bool:
@@ -248,13 +227,13 @@ class ScorerService(FollowerService):
 
     @Remote(light=True)
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
-        return self.info(), self._notes
+        return self.info(), self.notes
 
     @Remote(light=True)
     def require(self, ready: Ready) -> None:
         """Raise EngineError if the reference differs from the learner's initial actor."""
-        theirs = (ready.frozen, ready.refs["actor"].fingerprint if self._marks[1] else "")
-        if self._marks != theirs:
+        theirs = (ready.frozen, ready.refs["actor"].fingerprint if self.marks[1] else "")
+        if self.marks != theirs:
             raise EngineError(
                 "the reference is not the actor that training starts from: its process has loaded "
                 "other weights; see whether all machines hold the same model files",
@@ -273,7 +252,7 @@ class ScorerService(FollowerService):
 
     def _ended(self) -> ScorerInfo:
         if not self.worker.info.streams:  # a streaming scorer needs the memory again
-            self._give_back()
+            self.give_back()
         return self.worker.info
 
 

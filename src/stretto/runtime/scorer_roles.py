@@ -42,8 +42,13 @@ def reference(setup: RoleSetup) -> ScorerService:
     notes = list[str]()
     keeps_adapters = overrides.reference is None and starts_adapted(config.model, overrides.actor)
     actor = _learners(setup, "reference") if overrides.reference is None else None
-    if isinstance(actor, ShardedModel):
-        return _reference_of(actor, setup, starts_adapted=keeps_adapters)
+    factory = RoleFactory(config, notes.append)
+    if isinstance(actor, ShardedModel):  # shares its shards, but for the adapters
+        adapters = ReferenceAdapters(actor.model, starts_adapted=keeps_adapters)
+        passes = GatheredPasses(actor.grid, actor.compute, adapters)
+        (scorer,) = factory.model_scorers(actor.model, None, None, passes)
+        marks = actor.frozen_fingerprint(), ""
+        return ScorerService(scorer, notes=notes, marks=marks, give_back=setup.give_back)
     if overrides.reference is not None:
         model = made_ready(overrides.reference, config.model.device, "the reference")
         model.requires_grad_(False)
@@ -59,22 +64,12 @@ def reference(setup: RoleSetup) -> ScorerService:
     elif actor is None and hasattr(model, "peft_config"):
         model = cast(Any, model).unload()
     gathered = _divided(model, setup, setup.layout, "reference", notes)
-    factory = RoleFactory(config, notes.append)
     (scorer,) = factory.model_scorers(model, None, None, gathered)
     moves = actor is None and gathered is None
     offloaded = setup.offloaded("reference", scorer.model.parameters) if moves else None
-    return ScorerService(scorer, notes, marks=marks, offloaded=offloaded, give_back=setup.give_back)
-
-
-def _reference_of(actor: ShardedModel, setup: RoleSetup, *, starts_adapted: bool) -> ScorerService:
-    """Make the service of a reference that shares the actor's shards, but for its adapters."""
-    notes = list[str]()
-    adapters = ReferenceAdapters(actor.model, starts_adapted=starts_adapted)
-    gathered = GatheredPasses(actor.grid, actor.compute, adapters)
-    factory = RoleFactory(setup.config, notes.append)
-    (scorer,) = factory.model_scorers(actor.model, None, None, gathered)
-    marks = actor.frozen_fingerprint(), ""
-    return ScorerService(scorer, notes, marks=marks, give_back=setup.give_back)
+    return ScorerService(
+        scorer, notes=notes, marks=marks, offloaded=offloaded, give_back=setup.give_back
+    )
 
 
 def critic(setup: RoleSetup) -> ScorerService:
@@ -108,7 +103,7 @@ def critic(setup: RoleSetup) -> ScorerService:
     (scorer,) = factory.model_scorers(None, model, receiver)
     offloaded = setup.offloaded("critic", model.parameters)
     give_back = setup.give_back
-    return ScorerService(scorer, notes, receiver, offloaded=offloaded, give_back=give_back)
+    return ScorerService(scorer, receiver, notes, offloaded=offloaded, give_back=give_back)
 
 
 def _learners_critic(
@@ -117,7 +112,7 @@ def _learners_critic(
     channel = OwnWeights(setup.shared[SENDER], trained.fingerprint)
     gathered = GatheredPasses(trained.grid, trained.compute)
     (scorer,) = factory.model_scorers(None, trained.model, channel, gathered)
-    return ScorerService(scorer, notes, give_back=setup.give_back)
+    return ScorerService(scorer, notes=notes, give_back=setup.give_back)
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
@@ -137,7 +132,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
     scorer = factory.reward_scorer(source, tokenizer, loaded, slots=slots, gathered=gathered)
     factory.check_rewards([scorer], prompts)
     offloaded = None if gathered else setup.offloaded(source, scorer.model.parameters)
-    return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
+    return ScorerService(scorer, notes=notes, offloaded=offloaded, give_back=setup.give_back)
 
 
 def teacher(setup: RoleSetup, name: str, prompts: Sequence[Prompt]) -> ScorerService:
@@ -151,7 +146,7 @@ def teacher(setup: RoleSetup, name: str, prompts: Sequence[Prompt]) -> ScorerSer
     gathered = _divided(loaded[0], setup, setup.layout, name, notes)
     scorer = factory.teacher_scorer(name, loaded, tokenizer, prompts, gathered)
     offloaded = None if gathered else setup.offloaded(name, scorer.model.parameters)
-    return ScorerService(scorer, notes, offloaded=offloaded, give_back=setup.give_back)
+    return ScorerService(scorer, notes=notes, offloaded=offloaded, give_back=setup.give_back)
 
 
 def _divided(

@@ -82,15 +82,15 @@ class Timed:
     work: tuple[Work, ...] = ()
 
 
+@dataclass(eq=False)
 class Service:
     """A role's worker, with the methods that executors call."""
 
+    worker: Any
+    _: KW_ONLY
+    clock: Clock = field(default_factory=RealClock)
     offloaded: OffloadedTensors | None = None  # tensors off the device while other services work
     rank = 0  # among the ranks of the service, set once it is made
-
-    def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
-        self.worker = worker
-        self._clock = clock or RealClock()
 
     @property
     def streams(self) -> bool:
@@ -103,12 +103,12 @@ class Service:
         device = getattr(self.worker, "device", None)
         seconds = backend_of(device).timer() if device else None
         timed = Timed()
-        start_s = self._clock.now()
+        start_s = self.clock.now()
         yield timed
         if seconds:  # GPU calls return before their work is done, and may wait first
             took_s = seconds()
-            start_s = max(start_s, self._clock.now() - took_s)
-        timed.work = (Work(name, start_s, self._clock.now(), timed.attributes),)
+            start_s = max(start_s, self.clock.now() - took_s)
+        timed.work = (Work(name, start_s, self.clock.now(), timed.attributes),)
 
 
 class CallPredictor:
