@@ -201,7 +201,7 @@ def test_a_lost_episode_is_begun_anew() -> None:
     world = World([], turns=turns)
 
     def lose(schedule: Schedule) -> None:
-        schedule._episodes._environment.lost.add(0)  # type: ignore[union-attr,attr-defined]
+        schedule._episodes.environment.lost.add(0)  # type: ignore[union-attr,attr-defined]
 
     setting = Setting(settings(2, score_on="chunk"), turns=turns)
     [step] = take(setting, world, lose)
@@ -223,7 +223,7 @@ def test_an_episode_that_is_lost_again_and_again_ends_the_run() -> None:
             def __contains__(self, item: object) -> bool:
                 return True
 
-        schedule._episodes._environment.lost = Always()  # type: ignore[union-attr,attr-defined]
+        schedule._episodes.environment.lost = Always()  # type: ignore[union-attr,attr-defined]
 
     with raises(EpisodeLostError, "", "of 0 is lost"):
         take(Setting(settings(1), turns=turns), world, lose)
@@ -261,7 +261,7 @@ class Forking:
 
 def with_environment(environment: Any) -> Callable[[Schedule], None]:
     def put(schedule: Schedule) -> None:
-        schedule._episodes._environment = environment  # type: ignore[union-attr]
+        schedule._episodes.environment = environment  # type: ignore[union-attr]
 
     return put
 
@@ -392,7 +392,7 @@ def test_stragglers_that_wait_are_gathered_before_their_answers_come(lost: bool)
 
     def lose(schedule: Schedule) -> None:
         if lost:
-            environment = schedule._episodes._environment  # type: ignore[union-attr]
+            environment = schedule._episodes.environment  # type: ignore[union-attr]
             environment.lost.add(1)  # type: ignore[attr-defined]
 
     [step] = take(setting, world, lose)
@@ -418,7 +418,7 @@ def test_where_rollouts_go_does_not_depend_on_how_long_openings_take() -> None:
         world = World([], turns=turns)
 
         def slow(schedule: Schedule, wait: Callable[[int], float] = wait) -> None:
-            environment = schedule._episodes._environment  # type: ignore[union-attr]
+            environment = schedule._episodes.environment  # type: ignore[union-attr]
             begin = environment.open
 
             async def opened(response: Any, log: Sequence[Observation] = ()) -> Observation:
@@ -502,7 +502,7 @@ def judged(verdicts: Mapping[str, Any], **options: Any) -> list[Step]:
     world, turns = World([], turns=[(2,)]), [(2,)]
 
     def judge(schedule: Schedule) -> None:
-        environment = schedule._episodes._environment = Judging(world)  # type: ignore[union-attr]
+        environment = schedule._episodes.environment = Judging(world)  # type: ignore[union-attr]
         environment.verdicts = verdicts
 
     sources = ("looks", "shy", "environment")

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from stretto.protocols import DRIVER, Clock, Tracer
@@ -78,22 +77,19 @@ class Window:
     processes: Mapping[str, str] = field(default_factory=dict)  # by role, without the driver's
 
 
+@dataclass(eq=False)
 class Spans:
     """A thread-safe recorder of spans, for threads and coroutines."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        devices: Mapping[str, str] = MappingProxyType({}),
-        processes: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._clock = clock
-        self._devices = devices
-        self._processes = processes
+    clock: Clock
+    devices: Mapping[str, str] = field(default_factory=dict)
+    processes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._records: list[Span] = []
         self._open: dict[int, Span] = {}
-        self._since_s = clock.now()
+        self._since_s = self.clock.now()
 
     def span(
         self, role: str, name: str, **attributes: Any
@@ -112,7 +108,7 @@ class Spans:
         self, role: str, name: str, attributes: dict[str, Any], *, kept: bool
     ) -> Iterator[dict[str, Any]]:
         with self._lock:
-            now_s = self._clock.now()
+            now_s = self.clock.now()
             span = Span(role, name, now_s, now_s, attributes)
             self._open[id(span)] = span
         try:
@@ -121,7 +117,7 @@ class Spans:
             with self._lock:
                 del self._open[id(span)]
                 if kept:
-                    self._records.append(replace(span, end_s=self._clock.now()))
+                    self._records.append(replace(span, end_s=self.clock.now()))
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record a span with known times. Raises ValueError if it ends before it starts."""
@@ -150,14 +146,14 @@ class Spans:
         """Remove and return the spans since the last call. A span that is still
         open is reported up to now, and again in full once it has ended."""
         with self._lock:
-            now_s = self._clock.now()
+            now_s = self.clock.now()
             # Copy the attributes, because the body of an open span may still add to them.
             open_spans = tuple(
                 replace(span, end_s=now_s, attributes=dict(span.attributes))
                 for span in self._open.values()
             )
             spans = tuple(self._records)
-            window = Window(self._since_s, now_s, spans, open_spans, self._devices, self._processes)
+            window = Window(self._since_s, now_s, spans, open_spans, self.devices, self.processes)
             self._records.clear()
             self._since_s = now_s
         return window

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,22 +31,17 @@ TOKEN_LIMITS = ("turn_tokens", "tokens")  # ends of an episode that cut its last
 MOST_BEGINNINGS = 3  # starts of an episode, if its environment is lost and cannot be replayed
 
 
+@dataclass(eq=False)
 class Episodes:
     """The episodes of a run, and the environment that answers their turns."""
 
-    def __init__(
-        self,
-        environment: Environment | None,
-        settings: Settings,
-        context: RoleContext,
-        pool: Pool,
-        scoring: Scoring,
-    ) -> None:
-        self._environment = environment
-        self._settings = settings
-        self._context = context
-        self._pool = pool
-        self._scoring = scoring
+    environment: Environment | None
+    settings: Settings
+    context: RoleContext
+    pool: Pool
+    scoring: Scoring
+
+    def __post_init__(self) -> None:
         self._samples: dict[int, list[Rollout]] = {}  # by episode
         self._ledgers: dict[int, Ledger] = {}  # by episode
         self._open: set[int] = set()  # episodes open in the environment
@@ -56,12 +51,12 @@ class Episodes:
 
     @property
     def exist(self) -> bool:
-        return self._environment is not None
+        return self.environment is not None
 
     def add(self, samples: Iterable[Rollout], ledger: Ledger, *, greedy: bool = False) -> None:
         """Make rollouts samples of the episodes in their ids, which may be new."""
-        sampling = self._settings.episodes
-        if self._environment is None or sampling is None:
+        sampling = self.settings.episodes
+        if self.environment is None or sampling is None:
             return
         for sample in samples:
             episode = episode_of(sample.id)
@@ -74,8 +69,8 @@ class Episodes:
         """Request missing openings and answers of rollouts. In lockstep, wait for all."""
         self.request(rollouts)
         if lockstep and self.exist:
-            opening, changed = {r.id for r in rollouts}, self._context.changed
-            await self._context.waits.until(
+            opening, changed = {r.id for r in rollouts}, self.context.changed
+            await self.context.waits.until(
                 lambda: not opening & self.pending, changed, "generation", "openings of episodes"
             )
 
@@ -91,7 +86,7 @@ class Episodes:
         if rollout.state is not RolloutState.WAITING:
             self._ledgers[episode_of(rollout.id)].move(rollout, RolloutState.WAITING)
         self.pending.add(rollout.id)
-        task = self._context.waits.begin(partial(self._answer, rollout), self._context.work)
+        task = self.context.waits.begin(partial(self._answer, rollout), self.context.work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -107,8 +102,8 @@ class Episodes:
         """Close the episodes of rollouts in the environment."""
         ids = [r.id for r in rollouts if episode_of(r.id) in self._open]
         self._open -= {episode_of(id_) for id_ in ids}
-        if ids and self._environment:
-            await self._environment.release(ids)
+        if ids and self.environment:
+            await self.environment.release(ids)
 
     def forget(self, rollouts: Iterable[Rollout]) -> None:
         """Forget rollouts that were trained on, rejected or evaluated."""
@@ -129,11 +124,11 @@ class Episodes:
             await self._take(rollout, observation)
         finally:
             self.pending.discard(rollout.id)
-            self._pool.wake()
-            self._context.changed.set()
+            self.pool.wake()
+            self.context.changed.set()
 
     async def _observation(self, rollout: Rollout) -> Observation:
-        assert self._environment
+        assert self.environment
         episode = episode_of(rollout.id)
         samples = self._samples[episode]
         if episode not in self._open:
@@ -141,21 +136,21 @@ class Episodes:
             task_prompt = root.asked or root.prompt
             response = replace(root.response(text=True), prompt=task_prompt)
             log = sorted((o for r in samples for o in r.log), key=lambda o: o.number)
-            opening = self._environment.open(response, log)
+            opening = self.environment.open(response, log)
             observation = await self._asked("open", opening, rollout)
             self._open.add(episode)
             if not log:
                 return observation
         finish = FinishReason.LENGTH if rollout.ended_by else FinishReason.TURN
         response = replace(rollout.response(text=True), finish=finish)
-        return await self._asked("step", self._environment.step(response), rollout)
+        return await self._asked("step", self.environment.step(response), rollout)
 
     async def _asked(
         self, name: str, answer: Awaitable[Observation], rollout: Rollout
     ) -> Observation:
-        clock, start_s = self._context.clock, self._context.clock.now()
-        with self._context.tracer.awaiting(ENVIRONMENT, name):
-            async with deadline(self._context.deadline_s, "the environment", [rollout.id]):
+        clock, start_s = self.context.clock, self.context.clock.now()
+        with self.context.tracer.awaiting(ENVIRONMENT, name):
+            async with deadline(self.context.deadline_s, "the environment", [rollout.id]):
                 observation = await answer
         now_s = clock.now()
         facts = {
@@ -163,7 +158,7 @@ class Episodes:
             "turn": len(rollout.turns),
             "tool": tools_called(observation),
         }
-        self._context.tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
+        self.context.tracer.add(ENVIRONMENT, name, start_s, now_s, **facts)
         return replace(observation, record={**observation.record, "seconds": now_s - start_s})
 
     async def _take(self, rollout: Rollout, o: Observation) -> None:
@@ -192,7 +187,7 @@ class Episodes:
         if len(context.tokens):
             sample.append(context)
             ledger.extended(context)
-        await self._pool.resume(sample)
+        await self.pool.resume(sample)
 
     def _fork(self, root: Rollout, o: Observation) -> Rollout:
         if o.prompt is None or episode_of(o.rollout_id) != episode_of(root.id):
@@ -216,8 +211,8 @@ class Episodes:
         failure = observation.record.get("failure")
         verdicts = {ENVIRONMENT: {"error": failure} if failure else {"value": total}}
         verdicts |= observation.record.get("scores", {})
-        names = set(self._settings.environment_rewards)
-        cuts = (*TOKEN_LIMITS, *self._settings.cut_by)
+        names = set(self.settings.environment_rewards)
+        cuts = (*TOKEN_LIMITS, *self.settings.cut_by)
         if failure and not any(r.turns for r in samples):  # the episode was never opened
             names.add(ENVIRONMENT)
         for rollout in samples:
@@ -228,7 +223,7 @@ class Episodes:
             for name in names:
                 verdict = verdicts.get(name, {"error": failure})
                 rollout.scores[name] = _score(rollout.id, name, verdict)
-            self._pool.release(rollout)
+            self.pool.release(rollout)
             ledger.extended(_last_chunk(rollout))
             ledger.ended(rollout)
 
@@ -242,12 +237,12 @@ class Episodes:
         root, forks = samples[0], samples[1:]
         del samples[1:]  # in place, because the root has this list
         for fork in forks:
-            self._pool.release(fork)
-            self._scoring.drop(fork)
+            self.pool.release(fork)
+            self.scoring.drop(fork)
             ledger.drop(fork)
         self._samples[episode], self._ledgers[episode] = samples, ledger
-        self._pool.release(root)
-        self._scoring.anew(root)
+        self.pool.release(root)
+        self.scoring.anew(root)
         root.begin_anew()
         self.pending.discard(rollout.id)
         self.pending.add(root.id)

@@ -175,23 +175,18 @@ class RoleContext:
         return [partial(load_one, guard) for guard in guards]
 
 
+@dataclass(eq=False)
 class Guard:
     """Gate for all calls to one role. Notes each loss once, whichever call fails first."""
 
-    def __init__(
-        self,
-        role: Replaceable,
-        name: str,
-        follows: str,  # the model whose weights a new process loads, or empty
-        context: RoleContext,
-        on_loss: Callable[[], None],  # called before the callers get an error, if the role served
-    ) -> None:
-        self.role = role
-        self.name = name
-        self._follows = follows
-        self._on_loss = on_loss
-        self._context, self._fleet = context, context.fleet
-        self.member: Member = self._fleet.member(name)
+    role: Replaceable
+    name: str
+    follows: str  # the model whose weights a new process loads, or empty
+    context: RoleContext
+    on_loss: Callable[[], None]  # called before the callers get an error, if the role served
+
+    def __post_init__(self) -> None:
+        self.member: Member = self.context.fleet.member(self.name)
         self.lost = asyncio.Event()  # set from a loss until the role serves again
         self.weights: WeightsRef | None = None  # newest ones. None: those in fleet.held
         self._loss: StrettoError | None = None
@@ -210,18 +205,20 @@ class Guard:
             async with self._deadline(rollout_ids, deadlines):
                 answer = await work
         except (RoleLostError, StalledError) as error:
-            if not self._fleet.restarts:
+            if not self.context.fleet.restarts:
                 raise
             if self._is_at(life):
                 self._note_loss(error)
             raise GoneError from error
-        if self._fleet.restarts and not self._is_at(life):  # another call noted a loss meanwhile
+        if self.context.fleet.restarts and not self._is_at(
+            life
+        ):  # another call noted a loss meanwhile
             raise GoneError
         return answer
 
     async def replace(self) -> None:
         """Start processes until one has the newest weights, else raise the last loss."""
-        phases, name = self._context.phases, short_name(self.name)
+        phases, name = self.context.phases, short_name(self.name)
         while not self.member.serves:
             assert self._loss is not None
             if self.member.retired:
@@ -262,10 +259,10 @@ class Guard:
     def _deadline(
         self, rollout_ids: Iterable[int] = (), deadlines: float = 1.0
     ) -> AbstractAsyncContextManager[None]:
-        return deadline(deadlines * self._context.deadline_s, self.name, rollout_ids)
+        return deadline(deadlines * self.context.deadline_s, self.name, rollout_ids)
 
     def _newest(self) -> WeightsRef | None:
-        return self.weights or self._fleet.held.get(self._follows)
+        return self.weights or self.context.fleet.held.get(self.follows)
 
     def _is_at(self, life: int) -> bool:
         return self.member.serves and self.member.lives == life
@@ -275,7 +272,7 @@ class Guard:
         self.member.note("died", str(error))
         self._loss = error
         if was_serving:
-            self._down_since_s = self._context.clock.now()
-            self._context.phases.lost(short_name(self.name))
+            self._down_since_s = self.context.clock.now()
+            self.context.phases.lost(short_name(self.name))
             self.lost.set()
-            self._on_loss()
+            self.on_loss()

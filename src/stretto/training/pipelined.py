@@ -52,6 +52,7 @@ MEASURED_RUN = 2
 """The mini-batch whose latencies are measured. The first is slow for unrelated reasons."""
 
 
+@dataclass(eq=False)
 class PipelinedBackprop:
     """Runs this rank's passes of both models, by a schedule of all ranks. Latencies are measured in
     the second mini-batch, and new schedules are made for them. If a mini-batch has fewer responses
@@ -59,28 +60,21 @@ class PipelinedBackprop:
     tokens if the settings do not give a number of micro-batches.
     """
 
-    def __init__(
-        self,
-        models: Mapping[Name, StageModel],
-        executor: PipelineExecutor,
-        losses: Losses,
-        planner: Planner,
-        config: PipelineConfig,
-        budget: int,
-    ) -> None:
-        self.models = models
-        self._executor = executor
-        self._losses = losses
-        self._planner = planner
-        self._config = config
-        self._budget = budget
+    models: Mapping[Name, StageModel]
+    executor: PipelineExecutor
+    losses: Losses
+    planner: Planner
+    config: PipelineConfig
+    budget: int
+
+    def __post_init__(self) -> None:
         self._runs = 0
         # Per mini-batch: first to last task, a rank's mean work, predicted time.
         self._seconds: list[tuple[float, float, float]] = []
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        count = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
-        return divided(tokens, count, self._config.multiple)
+        count = self.config.micro_batches or len(by_token_budget(tokens, self.budget))
+        return divided(tokens, count, self.config.multiple)
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
@@ -89,11 +83,11 @@ class PipelinedBackprop:
         gradients are discarded, because fused schedules cover both models and steps with a frozen
         actor are few. A collective.
         """
-        missing = -len(batches) % self._config.multiple
+        missing = -len(batches) % self.config.multiple
         batches = [*batches, *[MicroBatch.blank(batches[0])] * missing]
-        layout = self._executor.layout
-        batches = shares(batches, layout.replicas)[layout.replica(self._executor.rank)]
-        plan = self._planner.plan(len(batches))
+        layout = self.executor.layout
+        batches = shares(batches, layout.replicas)[layout.replica(self.executor.rank)]
+        plan = self.planner.plan(len(batches))
         timings, metrics = self.passes(plan, batches, kl_coef)
         if not trains_actor:
             self.models["actor"].discard()
@@ -114,9 +108,9 @@ class PipelinedBackprop:
             [self._work(name, batch, kl_coef, metrics) for batch in batches] for name in NAMES
         )
         with self._training():
-            timings = self._executor.run(plan.schedule, plan.problem, actor, critic)
+            timings = self.executor.run(plan.schedule, plan.problem, actor, critic)
         for name in NAMES:
-            if self._executor.layout.column(name, self._executor.rank):
+            if self.executor.layout.column(name, self.executor.rank):
                 metrics[name] = Metrics()  # those of a last stage's first slice count
         return timings, metrics
 
@@ -129,9 +123,9 @@ class PipelinedBackprop:
             local_batch = batch.to(device)
             states = local_batch.states(hidden)
             if name == "critic":
-                term = self._losses.of_critic(stage, states, local_batch)
+                term = self.losses.of_critic(stage, states, local_batch)
             else:
-                term = self._losses.of_actor(stage.head, states, local_batch, kl_coef)
+                term = self.losses.of_actor(stage.head, states, local_batch, kl_coef)
             metrics[name] += term.metrics
             return term.loss
 
@@ -148,14 +142,14 @@ class PipelinedBackprop:
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
         self._runs += 1
         self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
-        if self._runs >= MEASURED_RUN and measures and not self._planner.measured:
+        if self._runs >= MEASURED_RUN and measures and not self.planner.measured:
             sizes = of_all_ranks(self.saved_bytes(batch))
-            self._planner.measure(profile(self._executor.layout, timings, sizes))
+            self.planner.measure(profile(self.executor.layout, timings, sizes))
 
     def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
         """Return the bytes that this rank's stages keep until a backward pass."""
         with self._training():
-            return self._executor.saved_bytes(batch.tokens)
+            return self.executor.saved_bytes(batch.tokens)
 
     def finish(self) -> Stats:
         """Return metrics. ``pipeline/step_s`` has the seconds from the first task of each

@@ -288,6 +288,7 @@ def decode(
     return [row for *_, row in endings], slowest_s, work
 
 
+@dataclass(eq=False)
 class SimGenerator:
     """A generator that decodes rollouts to predefined ``lengths``, or through predefined ``turns``.
     Rollouts go to the replica with the fewest, and stay there, even between turns while their keys
@@ -295,27 +296,19 @@ class SimGenerator:
     rollouts in flight, as with a real engine.
     """
 
-    def __init__(
-        self,
-        worker: SimWorker,
-        role: GeneratorRole,
-        lengths: Callable[[int], int],
-        *,
-        max_new_tokens: int,
-        carry: Literal["recompute", "reuse"] = "recompute",
-        turns: Callable[[int], Sequence[SimTurn]] = lambda rollout_id: (),
-    ) -> None:
-        self._worker = worker
-        self._role = role
-        self._lengths = lengths
-        self._turns = turns
-        self._max_new_tokens = max_new_tokens
-        self._carry = carry
-        self._cost = known(role.cost)
+    worker: SimWorker
+    role: GeneratorRole
+    lengths: Callable[[int], int]
+    max_new_tokens: int
+    carry: Literal["recompute", "reuse"] = "recompute"
+    turns: Callable[[int], Sequence[SimTurn]] = lambda rollout_id: ()
+
+    def __post_init__(self) -> None:
+        self._cost = known(self.role.cost)
         self._begin()
 
     def _begin(self) -> None:
-        role = self._role
+        role = self.role
         self._replicas = [
             Replica(self._cost, role.slots, role.speculation) for _ in range(role.replicas)
         ]
@@ -325,7 +318,7 @@ class SimGenerator:
         self.version = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        async with self._worker.turn("admit", [r.id for r in responses]):
+        async with self.worker.turn("admit", [r.id for r in responses]):
             back = {r.id: n for r in responses if (n := self._on_host.pop(r.id, 0))}
             for response in responses:
                 self._add(response, back.get(response.id, 0))
@@ -333,7 +326,7 @@ class SimGenerator:
                 await self._copy("onload", self._cost.offload, back, sum(back.values()))
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        async with self._worker.turn("decode", max_tokens):
+        async with self.worker.turn("decode", max_tokens):
             rows, seconds, work = decode(self._replicas, max_tokens, stop_after)
             for row in rows:
                 replica = self._home.pop(row.id)
@@ -344,11 +337,11 @@ class SimGenerator:
             chunks += self._chunks()
             if chunks:
                 rollouts, version = [c.rollout_id for c in chunks], self.version
-                await self._worker.work("gen", seconds, rollouts=rollouts, version=version, **work)
+                await self.worker.work("gen", seconds, rollouts=rollouts, version=version, **work)
             return Decoded(chunks, int(work["steps"]))
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        async with self._worker.turn("release", rollout_ids):
+        async with self.worker.turn("release", rollout_ids):
             for id_ in rollout_ids:
                 if replica := self._home.pop(id_, None):
                     replica.take_out(id_)
@@ -360,7 +353,7 @@ class SimGenerator:
         """
         if how == "keep":
             return
-        async with self._worker.turn("hold", rollout_ids, how):
+        async with self.worker.turn("hold", rollout_ids, how):
             offloaded_tokens = 0
             for id_ in rollout_ids:
                 replica = self._parked.get(id_)
@@ -375,7 +368,7 @@ class SimGenerator:
         self, name: str, cost: TransferCost, rollout_ids: Iterable[int], tokens: int
     ) -> None:
         size_bytes, rollouts = self._cost.cache_bytes * tokens, list(rollout_ids)
-        await self._worker.work(name, cost.seconds(size_bytes), rollouts=rollouts, bytes=size_bytes)
+        await self.worker.work(name, cost.seconds(size_bytes), rollouts=rollouts, bytes=size_bytes)
 
     def _unpark(self, rollout_id: int) -> int:
         if replica := self._parked.pop(rollout_id, None):
@@ -384,7 +377,7 @@ class SimGenerator:
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Release rollouts. The receiver accounts for the time of moving a cache."""
-        async with self._worker.turn("export", rollout_ids, with_cache):
+        async with self.worker.turn("export", rollout_ids, with_cache):
             replica_by_id = self._home | self._parked
             wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in replica_by_id]
             if wrong:
@@ -405,7 +398,7 @@ class SimGenerator:
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         rollouts = [r.id for r in responses]
-        async with self._worker.turn("accept", rollouts):
+        async with self.worker.turn("accept", rollouts):
             for response, transfer in zip(responses, transfers, strict=True):
                 if response.finish is FinishReason.TURN:
                     replica = min(self._replicas, key=lambda r: r.load)
@@ -417,16 +410,16 @@ class SimGenerator:
             await self._copy("migrate", self._cost.transfer, rollouts, moved_tokens)
 
     async def load(self, weights: WeightsRef) -> None:
-        async with self._worker.turn("load", weights.version):
-            await self._worker.work("load", self._cost.load_s, version=weights.version)
+        async with self.worker.turn("load", weights.version):
+            await self.worker.work("load", self._cost.load_s, version=weights.version)
             self.version = weights.version
-            if self._carry == "recompute":
+            if self.carry == "recompute":
                 self._on_host.clear()
                 for replica in self._replicas:
                     replica.void_cache()
 
     async def restart(self) -> None:
-        async with self._worker.turn("restart"):
+        async with self.worker.turn("restart"):
             self._begin()
 
     def _add(self, response: Response, cached: int) -> None:
@@ -458,11 +451,11 @@ class SimGenerator:
         """Return the response's tokens at its end, or its turn's, and why it ends."""
         sampling, start = response.sampling, response.turn_start
         if sampling is None or not sampling.max_turn_tokens:
-            limit, full_length = self._max_new_tokens, self._lengths(response.id)
+            limit, full_length = self.max_new_tokens, self.lengths(response.id)
             finish = FinishReason.STOP
         else:
             limit = min(sampling.max_new_tokens, start + sampling.max_turn_tokens)
-            turns = self._turns(episode_of(response.id))
+            turns = self.turns(episode_of(response.id))
             full_length = start + turns[min(turn_of(response), len(turns) - 1)].tokens
             finish = FinishReason.TURN
         return min(full_length, limit), FinishReason.LENGTH if full_length > limit else finish

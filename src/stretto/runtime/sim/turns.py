@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from math import exp, log
 from statistics import NormalDist
 from typing import NamedTuple, Self
@@ -143,46 +144,39 @@ def turn_of(response: Response) -> int:
     return int((is_sampled[:-1] & ~is_sampled[1:]).sum())
 
 
+@dataclass(eq=False)
 class SimEnvironment:
     """An environment that opens episodes and answers turns as ``turns`` define, each after its
     wait. Calls wait in parallel and occupy no device. At its end an episode earns ``reward``, a
     function of the rollout id and the version of its last tokens.
     """
 
-    def __init__(
-        self,
-        turns: Callable[[int], Sequence[SimTurn]],
-        max_new_tokens: int,
-        reward: Callable[[int, int], float | None] = lambda rollout_id, version: None,
-        opening_s: Callable[[int], float] = lambda rollout_id: 0.0,
-        work: Callable[[], Awaitable[object]] | None = None,  # of each call, before its wait
-    ) -> None:
-        self._turns = turns
-        self._opening_s = opening_s
-        self._work = work
-        self._max_new_tokens = max_new_tokens
-        self._reward = reward
+    turns: Callable[[int], Sequence[SimTurn]]
+    max_new_tokens: int
+    reward: Callable[[int, int], float | None] = lambda rollout_id, version: None
+    opening_s: Callable[[int], float] = lambda rollout_id: 0.0
+    work: Callable[[], Awaitable[object]] | None = None  # of each call, before its wait
 
     async def open(self, response: Response, log: Sequence[Observation] = ()) -> Observation:
-        if self._work:
-            await self._work()
-        if seconds := self._opening_s(episode_of(response.id)):
+        if self.work:
+            await self.work()
+        if seconds := self.opening_s(episode_of(response.id)):
             await asyncio.sleep(seconds)
         return log[-1] if log else Observation(response.id, 0, PLACEHOLDERS[:0])
 
     async def step(self, response: Response) -> Observation:
-        k, turns = turn_of(response), self._turns(episode_of(response.id))
+        k, turns = turn_of(response), self.turns(episode_of(response.id))
         if response.finish is FinishReason.LENGTH:
-            at_limit = len(response) >= self._max_new_tokens
+            at_limit = len(response) >= self.max_new_tokens
             return self._end(response, k, "tokens" if at_limit else "turn_tokens")
         turn = turns[min(k, len(turns) - 1)]
-        if self._work:
-            await self._work()
+        if self.work:
+            await self.work()
         if turn.wait_s:
             await asyncio.sleep(turn.wait_s)
         if k + 1 >= len(turns):
             return self._end(response, k, "environment")
-        if len(response) + turn.answer >= self._max_new_tokens:
+        if len(response) + turn.answer >= self.max_new_tokens:
             return self._end(response, k, "tokens")
         record = {"seconds": turn.wait_s}
         return Observation(response.id, k + 1, PLACEHOLDERS[: turn.answer], record=record)
@@ -191,5 +185,5 @@ class SimEnvironment:
         """Do nothing, as no environment is open."""
 
     def _end(self, response: Response, k: int, because: str) -> Observation:
-        reward = self._reward(episode_of(response.id), response.version)
+        reward = self.reward(episode_of(response.id), response.version)
         return Observation(response.id, k + 1, PLACEHOLDERS[:0], reward=reward, ended_by=because)
