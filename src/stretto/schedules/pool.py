@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
 from stretto.protocols import Generator
@@ -19,29 +19,10 @@ from stretto.schedules.hold import Parked
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.scoring import Scoring
 from stretto.schedules.waits import Work
-from stretto.types import Chunk, WeightsRef
+from stretto.types import WeightsRef
 
-
-class Round(Protocol):
-    """A round of responses, as the pool sees it."""
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens that a call may add to a rollout."""
-
-    @property
-    def waiting(self) -> int:
-        """Number of rollouts that wait for environments."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether these rollouts only continue once all of them are answered."""
-
-    def missing(self) -> int:
-        """Return the smallest number of rollouts that must end before decoding may stop."""
-
-    def take(self, chunks: Sequence[Chunk]) -> None:
-        """Add decoded chunks to their rollouts."""
+if TYPE_CHECKING:
+    from stretto.schedules.rounds import Rounds
 
 
 class Pool:
@@ -58,12 +39,12 @@ class Pool:
         self,
         *,
         roles: Sequence[Generator],
-        round: Round,  # noqa: A002
+        rounds: Rounds,
         scoring: Scoring,
         controls: Controls,
         context: RoleContext,
     ) -> None:
-        self._round = round
+        self._rounds = rounds
         self._scoring = scoring
         self._context = context
         self._holds = Parked(controls.hold) if controls.hold else None
@@ -108,7 +89,7 @@ class Pool:
         )
         engine = self._parked_at(rollout, now_s)
         if engine is None or not engine.serves:
-            if self._round.lockstep:  # its place must not depend on the order of answers
+            if self._rounds.lockstep:  # its place must not depend on the order of answers
                 locations.put(rollout, Place.BACK)
             else:
                 self.place([rollout])
@@ -166,7 +147,7 @@ class Pool:
         await self._context.waits.all_of(
             [partial(self._run, engine) for engine in self._engines],
             "generation",
-            lambda: f"the round to be complete, {self._round.missing()} responses short",
+            lambda: f"the round to be complete, {self._rounds.missing()} responses short",
             lambda: chain(*(e.held for e in self._engines), self._locations.at(Place.NOWHERE)),
         )
 
@@ -174,7 +155,7 @@ class Pool:
         """Decode the rollouts of one generator. Waits for answers of environments and for moves,
         until an arrival or the end of the round.
         """
-        in_round = self._round
+        in_round = self._rounds
         while missing := in_round.missing():
             if in_round.waiting and in_round.lockstep:
                 await self._arrival(engine)
@@ -203,7 +184,7 @@ class Pool:
 
     def _may_come(self, engine: EngineHandle) -> bool:
         """Return whether an engine without rollouts may still get some."""
-        expected = self._moves.come_to(engine) or self._round.waiting
+        expected = self._moves.come_to(engine) or self._rounds.waiting
         forks = self._in_turns and self._locations.any_at(*HELD, Place.MOVING, Place.DROPPED)
         return bool(expected or self._replaces or forks)
 
@@ -213,7 +194,7 @@ class Pool:
         if not self._moves.come_to(engine):
             self._context.decoding.remove(engine.number)
             self._scoring.look()
-        since_s = self._context.clock.now() if self._round.waiting else None
+        since_s = self._context.clock.now() if self._rounds.waiting else None
         if since_s is not None and not self._locations.any_at(*HELD):
             phases.enter("environment")
             self._scoring.read_on()

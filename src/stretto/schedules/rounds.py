@@ -48,7 +48,7 @@ class Rounds(Ledger):
         self._phases = context.phases
         self._tracer = context.tracer
         self.pool = Pool(
-            roles=generators, round=self, scoring=scoring, controls=controls, context=context
+            roles=generators, rounds=self, scoring=scoring, controls=controls, context=context
         )
         self.episodes = Episodes(environment, self._settings, context, self.pool, scoring)
         self.meter = Meter(context.clock)
@@ -69,10 +69,12 @@ class Rounds(Ledger):
 
     @property
     def chunk_tokens(self) -> int:
+        """Tokens that a call may add to a rollout."""
         return self._settings.max_new_tokens if self.lockstep else self._controls.chunk_tokens
 
     @property
     def waiting(self) -> int:
+        """Number of rollouts that wait for environments."""
         return len(self.episodes.pending)
 
     @property
@@ -83,6 +85,7 @@ class Rounds(Ledger):
         return unseen and (plain or (self.pool.single and not self.episodes.exist))
 
     def missing(self) -> int:
+        """Return the smallest number of rollouts that must end before decoding may stop."""
         if answers := self.answers.rollouts:
             return sum(r.finish is None for r in answers.values())
         return 0 if self.buffer.complete else self.buffer.missing()
