@@ -228,7 +228,7 @@ def test_followers_on_gpus_have_a_group_for_each_wire(
 ) -> None:
     """And each choice is said once. A follower's rank reads beside the learner's on its GPU."""
     said: list[str] = []
-    sync._say = said.append
+    sync.say = said.append
     learner.facts = (place("a"), place("b"))
     others = {"shared": place("b"), "own": place("c"), "cpu": place("")}
     for name, found in others.items():
@@ -272,7 +272,7 @@ def test_many_bytes_have_longer_and_as_long_as_they_usually_take(sync: WeightSyn
 
 def test_one_that_is_late_is_spoken_of_at_half_the_time(sync: WeightSync) -> None:
     said: list[str] = []
-    sync._say = said.append
+    sync.say = said.append
     follower = FakeFollower("waits")
     threading.Timer(1.0, follower.released.set).start()  # of 1.5 s
     got = outcomes(sync, one=follower)
@@ -314,7 +314,7 @@ def test_the_difference_is_told_relative_to_what_the_update_changed(
     learner: FakeLearner, sync: WeightSync
 ) -> None:
     said: list[str] = []
-    sync._say = said.append
+    sync.say = said.append
     assert isinstance(synced(sync, learner, 2, 0.0, 0.0), Reply)
     assert "weight_sync/logprob_gap_of_update" not in sync.metrics
     assert isinstance(synced(sync, learner, 3, 0.1, 0.1 + 5e-5), Reply)
@@ -333,7 +333,7 @@ def test_one_that_cannot_open_memory_gets_its_weights_by_gloo(
 ) -> None:
     """The second try; from then on the first."""
     said: list[str] = []
-    sync._say = said.append
+    sync.say = said.append
 
     def refused(*_: Any) -> Any:
         raise RuntimeError("not permitted")

@@ -68,24 +68,20 @@ class Tolerance:
             self.usual = min(ROUNDING * max(gaps) + FLOORS[self._coarse], self.limit)
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Syncs followers in the learner's ranks one by one, and all other followers at once."""
 
-    def __init__(
-        self,
-        learner: Executor,
-        meeting: Meeting | None,  # None if all followers are in the learner's ranks
-        tolerance: Tolerance,
-        tracer: Tracer,
-        say: Say = lambda _: None,
-    ) -> None:
-        self._learner = learner
-        self.meeting = meeting
-        self._tolerance = tolerance
-        self._tracer, self._say = tracer, say
+    learner: Executor
+    meeting: Meeting | None  # None if all followers are in the learner's ranks
+    tolerance: Tolerance
+    tracer: Tracer
+    say: Say = lambda _: None
+
+    def __post_init__(self) -> None:
         self._followers: dict[str, Executor] = {}
         self._models: dict[str, str] = {}
-        self._timeout_s = meeting.timeout_s if meeting else CONTROL_S
+        self._timeout_s = self.meeting.timeout_s if self.meeting else CONTROL_S
         self._control_s = min(CONTROL_S, self._timeout_s)
         self._thread = WorkerThread("weights", 0)
         self._epoch = 0
@@ -165,7 +161,7 @@ class WeightSync:
     # -- followers in the learner's ranks ------------------------------------------------------
 
     def _is_here(self, name: str) -> bool:
-        return self._followers[name].shares_ranks(self._learner)
+        return self._followers[name].shares_ranks(self.learner)
 
     def _sharing_ranks(self, model: str) -> list[list[str]]:
         """Return the followers in the learner's ranks, in lists of those that load at once: all
@@ -194,7 +190,7 @@ class WeightSync:
             return loaded
         self._record(ref, start_s, max(reply.value.moved for reply in loaded.values()))
         outcomes = {
-            name: proved(name, reply, ref, offers[0], "", self._tolerance.limit)
+            name: proved(name, reply, ref, offers[0], "", self.tolerance.limit)
             for name, reply in loaded.items()
         }
         return self._compared(ref, offers[0], outcomes)
@@ -210,7 +206,7 @@ class WeightSync:
         offers = list[Offer]()
         routes = Routes({}, {})
         wires = dict[str, Wire]()
-        steps = transfer_steps(ref, names, self._tolerance.limit)
+        steps = transfer_steps(ref, names, self.tolerance.limit)
         while True:
             try:
                 action, targets = steps.send(answer)
@@ -245,7 +241,7 @@ class WeightSync:
         return outcomes
 
     def _offers(self, ref: WeightsRef) -> list[Offer]:
-        offers = self._learner.aside_on_all(LearnerService.offer, ref, timeout_s=self._control_s)
+        offers = self.learner.aside_on_all(LearnerService.offer, ref, timeout_s=self._control_s)
         probe = offers[0].probe
         if probe is not None and ref.version not in [version for version, _ in self._probes]:
             self._probes.append((ref.version, probe))
@@ -268,7 +264,7 @@ class WeightSync:
 
         def send(rank_routes: Sequence[Route]) -> tuple[str, float]:
             start_s = time.perf_counter()
-            marks = self._learner.aside_on_all(
+            marks = self.learner.aside_on_all(
                 LearnerService.send, ref, rank_routes, timeout_s=limit_s
             )
             return " ".join(marks), time.perf_counter() - start_s
@@ -279,7 +275,7 @@ class WeightSync:
         loading = {n: pool.submit(self._followers[n].ask, FollowerService.load, ref) for n in names}
         if late := wait(loading.values(), timeout=patience_s / 2).not_done:
             behind = ", ".join(name for name, future in loading.items() if future in late)
-            self._say(
+            self.say(
                 f"version {ref.version} of the {ref.model} is on its way to {behind} for "
                 f"{patience_s / 2:.0f} s; it is broken off after {patience_s:.0f} s"
             )
@@ -311,7 +307,7 @@ class WeightSync:
     def _routes(self, ref: WeightsRef, size: int, wires: Mapping[str, Wire]) -> Routes:
         """Return the routes of the learner's ranks and of followers, with one group per wire."""
         assert self.meeting is not None
-        sources, routes = self._learner.facts, Routes({}, {})
+        sources, routes = self.learner.facts, Routes({}, {})
         by_wire: dict[Wire, list[str]] = {}
         for name, wire in wires.items():
             by_wire.setdefault(wire, []).append(name)
@@ -347,7 +343,7 @@ class WeightSync:
 
     def _wires(self, model: str) -> dict[str, Wire]:
         """Choose the wire to each follower in another process. Logs choices that involve GPUs."""
-        sources = self._learner.facts
+        sources = self.learner.facts
         followers = {
             name: self._followers[name].facts
             for name, follows in self._models.items()
@@ -363,7 +359,7 @@ class WeightSync:
             line = f"weights of the {model} go to the {name} by {wire}: {why}"
             if on_gpus and line not in self._said:
                 self._said.add(line)
-                self._say(line)
+                self.say(line)
         return {name: wire for name, (wire, _) in choices.items()}
 
     # -- metrics -------------------------------------------------------------------------------
@@ -384,9 +380,9 @@ class WeightSync:
             unusual = (
                 f"after the sync of version {ref.version} of the weights, the log-probs of {name} "
                 f"and the learner differ by {gap:.2g} nats (root mean square) on the probe, and "
-                f"{self._tolerance.usual:.2g} is usual"
+                f"{self.tolerance.usual:.2g} is usual"
             )
-            if gap <= self._tolerance.usual:
+            if gap <= self.tolerance.usual:
                 passed.append(gap)
             elif before is not None and difference(before, theirs) < gap:
                 verdicts[name] = EngineError(
@@ -395,8 +391,8 @@ class WeightSync:
                     "probe-of-version-before",
                 )
             else:
-                self._say(unusual)
-        self._tolerance.calibrate(passed)
+                self.say(unusual)
+        self.tolerance.calibrate(passed)
         return verdicts
 
     def _measured(self, ours: FloatArray, theirs: FloatArray, before: FloatArray | None) -> float:
@@ -409,7 +405,7 @@ class WeightSync:
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()
-        self._tracer.add(WEIGHT_SYNC, "send", start_s, end_s, model=ref.model, version=ref.version)
+        self.tracer.add(WEIGHT_SYNC, "send", start_s, end_s, model=ref.model, version=ref.version)
         self.metrics[f"weight_sync/{ref.model}_s"] = end_s - start_s
         self.metrics[f"weight_sync/{ref.model}_mb"] = size / 1e6
 

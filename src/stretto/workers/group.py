@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from threading import Lock
@@ -59,6 +59,7 @@ class Launched(Protocol):
         """Describe a rank's location, such as 'pid 17'."""
 
 
+@dataclass(eq=False)
 class RankGroup:
     """Processes of a ``torch.distributed`` group, which hold an object each.
 
@@ -69,32 +70,22 @@ class RankGroup:
       them, if they hold nothing that would be lost.
     """
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        make: Callable[..., object],
-        arguments: tuple[Any, ...] = (),
-        *,
-        launch: Callable[[GroupSpec], Launched] = ForkedProcesses,
-        name: str = "",  # of the process, for messages
-        say: Say = silent,  # gets a line for each restart, and warnings if there are logs
-        check: Callable[[Sequence[Facts]], None] | None = None,  # called before make
-        replaceable: bool = True,  # the objects hold no state that would be lost
-    ) -> None:
-        self.name = name
+    spec: GroupSpec
+    make: Callable[..., object]
+    arguments: tuple[Any, ...] = ()
+    launch: Callable[[GroupSpec], Launched] = ForkedProcesses
+    name: str = ""  # of the process, for messages
+    say: Say = silent  # gets a line for each restart, and warnings if there are logs
+    check: Callable[[Sequence[Facts]], None] | None = None  # called before make
+    replaceable: bool = True  # the objects hold no state that would be lost
+
+    def __post_init__(self) -> None:
         self.remedy = "start again"  # after the cause of a failure is fixed, for messages
         self.facts: Sequence[Facts] = ()  # each rank's description of its process
-        self.replaceable = replaceable
         self.generation = 0  # how often the processes were replaced
-        self.all_ranks = range(spec.size)
+        self.all_ranks = range(self.spec.size)
         self.request = RankTurns().request
-        self._spec = spec
-        self._make = make
-        self._arguments = arguments
-        self._launch = launch
-        self._say = say
-        self._report = partial(_report, say, name)
-        self._check = check
+        self._report = partial(_report, self.say, self.name)
         self._dying = Lock()
         self._restarting = asyncio.Lock()
         self._connections: Sequence[RankConnection] = ()
@@ -114,7 +105,7 @@ class RankGroup:
             except RankError as error:
                 if error.code != "rank-died" or restart > restarts:
                     raise
-                self._say(f"{without_advice(str(error))} (restart {restart} of {restarts})")
+                self.say(f"{without_advice(str(error))} (restart {restart} of {restarts})")
         return self
 
     def call(self, method: Method[*Ts, T], *args: *Ts, timeout_s: float | None = None) -> list[T]:
@@ -170,10 +161,10 @@ class RankGroup:
         self._open()
 
     def _open(self, *, patient: bool = False) -> None:
-        limit_s = self._spec.timeout_s
-        make = step(Rank.make, self._make, self._arguments)
+        limit_s = self.spec.timeout_s
+        make = step(Rank.make, self.make, self.arguments)
         with self.request(self.all_ranks):  # deaths from now on are reported here
-            launched = self._launched = self._launch(self._spec)
+            launched = self._launched = self.launch(self.spec)
             connections = list[RankConnection]()
             self._kill = weakref.finalize(self, _kill, launched, connections)
             self._ended = False
@@ -187,8 +178,8 @@ class RankGroup:
                 (address,) = self._run(LISTEN, [step(Rank.listen)], limit_s, SAY_EVERY_S)
                 joining = repeat(step(Rank.join, *address))
                 self.facts = self._run(JOIN, joining, limit_s, SAY_EVERY_S)
-                if self._check:
-                    self._check(self.facts)
+                if self.check:
+                    self.check(self.facts)
                 self._run(MAKE, repeat(make), None if patient else limit_s, SAY_EVERY_S)
                 self._opened()
             except BaseException as error:
@@ -202,7 +193,7 @@ class RankGroup:
 
     def _connect(self, launched: Launched, connections: list[RankConnection]) -> None:
         try:
-            ends = launched.connect(self._spec.timeout_s)
+            ends = launched.connect(self.spec.timeout_s)
         except NotConnectedError as error:
             if error.what:
                 raise self._error(error.rank, error.what, "rank-not-connected") from error
@@ -354,13 +345,13 @@ class RankGroup:
 
     def _title(self, rank: int) -> str:
         if not self.name:
-            return f"rank {rank} of {self._spec.size}"
-        of = f"rank {rank} of " if self._spec.size > 1 else "the process of "
+            return f"rank {rank} of {self.spec.size}"
+        of = f"rank {rank} of " if self.spec.size > 1 else "the process of "
         return f"{of}the {self.name}"
 
     def _end_of_log(self, rank: int) -> Sequence[str]:
         lines: list[str] = []
-        logs = self._spec.logs
+        logs = self.spec.logs
         if logs:
             with contextlib.suppress(OSError):
                 lines = logs[rank].read_text(errors="replace").splitlines(True)[-_LAST_LINES:]

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -333,25 +334,22 @@ class RankActor:
         Rank(spec, rank, connection).serve()
 
 
+@dataclass(eq=False)
 class ActorProcesses:
     """Ray actors of ranks, with the import paths of this process. See ``group.Launched``."""
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        cluster: RayCluster,
-        places: Sequence[int] = (),  # positions on the cluster, by default the first ones
-        share: float = 1.0,  # of its place per rank, as other groups may use the rest
-        python: str = "",  # interpreter with the cluster's versions of Python and Ray
-    ) -> None:
-        self.one_clock = cluster.alone
-        self._spec = spec
-        self._cluster = cluster
-        self._places = places or range(spec.size)
-        self._share = share
-        self._python = python
-        self._say = cluster.say
-        self._listener, self._secrets = Listener(cluster.host), json.dumps(cluster.secrets).encode()
+    spec: GroupSpec
+    cluster: RayCluster
+    places: Sequence[int] = ()  # positions on the cluster, by default the first ones
+    share: float = 1.0  # of its place per rank, as other groups may use the rest
+    python: str = ""  # interpreter with the cluster's versions of Python and Ray
+
+    def __post_init__(self) -> None:
+        self.one_clock = self.cluster.alone
+        self.places = self.places or range(self.spec.size)
+        self._say = self.cluster.say
+        self._listener = Listener(self.cluster.host)
+        self._secrets = json.dumps(self.cluster.secrets).encode()
         self._killed = False
         try:
             self._start()
@@ -365,23 +363,23 @@ class ActorProcesses:
 
         self._actors: list[Any] = []
         self._runs: list[Any] = []
-        environment = _environment(self._cluster.environment, self._spec.threads)
+        environment = _environment(self.cluster.environment, self.spec.threads)
         options: dict[str, Any] = {"env_vars": environment}
-        if self._python:
-            options["py_executable"] = self._python
+        if self.python:
+            options["py_executable"] = self.python
         driver = self._listener.address, self._listener.key
-        for rank, place in enumerate(self._places):
-            bundle = self._cluster.bundles[place]
+        for rank, place in enumerate(self.places):
+            bundle = self.cluster.bundles[place]
             actor = ray.remote(RankActor).options(
-                num_cpus=bundle.cpus * self._share,
-                num_gpus=bundle.gpus * self._share,
+                num_cpus=bundle.cpus * self.share,
+                num_gpus=bundle.gpus * self.share,
                 max_restarts=0,  # a restarted one would lack the group and the weights
                 max_task_retries=0,
-                scheduling_strategy=self._cluster.scheduling(place),
+                scheduling_strategy=self.cluster.scheduling(place),
                 runtime_env=options,
             )
             self._actors.append(actor.remote())
-            self._runs.append(self._actors[-1].run.remote(self._spec, rank, *driver))
+            self._runs.append(self._actors[-1].run.remote(self.spec, rank, *driver))
         if self._killed:
             self._kill_actors()
 
@@ -452,7 +450,7 @@ class ActorProcesses:
         return "closed its connection", ()
 
     def where(self, rank: int, facts: Facts | None) -> str:
-        return f"pid {facts.pid} on {facts.node}" if facts else f"place {self._places[rank]}"
+        return f"pid {facts.pid} on {facts.node}" if facts else f"place {self.places[rank]}"
 
 
 def explained(reason: BaseException) -> str:

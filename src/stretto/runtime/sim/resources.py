@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from stretto.protocols import Tracer
@@ -97,28 +98,23 @@ class Cores:
             piece.set_result(self._timer.when() if self._timer else 0.0)
 
 
+@dataclass(eq=False)
 class SimWorker:
     """Runs the calls of one role in order on its devices. A function has no devices. Its threads
     share ``cores`` with other roles. ``None`` means that there are enough cores. Each call spends
     ``call_s`` in transit, including its answer.
     """
 
-    def __init__(
-        self,
-        role: str,
-        devices: Sequence[Device],
-        tracer: Tracer,
-        *,
-        cores: Cores | None = None,
-        threads: int = 1,
-        call_s: float = 0.0,
-    ) -> None:
-        self.role = role
-        self._turn, self._call_s = asyncio.Lock(), call_s
-        self._devices = sorted(devices, key=lambda d: d.index)
-        self._tracer = tracer
-        self._cores = cores
-        self._threads = threads
+    role: str
+    devices: Sequence[Device]
+    tracer: Tracer
+    cores: Cores | None = None
+    threads: int = 1
+    call_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self.devices = sorted(self.devices, key=lambda d: d.index)
 
     @asynccontextmanager
     async def turn(self, call: str, *arguments: object) -> AsyncIterator[None]:
@@ -126,35 +122,35 @@ class SimWorker:
         call's name and main arguments are for logs.
         """
         async with self._turn:
-            if self._call_s:
-                await asyncio.sleep(self._call_s / 2)
+            if self.call_s:
+                await asyncio.sleep(self.call_s / 2)
             yield
-            if self._call_s:
-                await asyncio.sleep(self._call_s / 2)
+            if self.call_s:
+                await asyncio.sleep(self.call_s / 2)
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
         """Occupy all devices, once they are free, for work of that duration, and record it."""
         turn_count = 0
         try:
-            for device in self._devices:
+            for device in self.devices:
                 await device.turn.acquire()
                 turn_count += 1
             await self._work(name, seconds, attributes)
         finally:
-            for device in self._devices[:turn_count]:
+            for device in self.devices[:turn_count]:
                 device.turn.release()
 
     async def _work(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
         loop, ended_s = asyncio.get_running_loop(), None
         began_s = loop.time()
         try:
-            if self._cores:
-                ended_s = await self._cores.work(seconds, self._threads)
+            if self.cores:
+                ended_s = await self.cores.work(seconds, self.threads)
             else:
                 await asyncio.sleep(seconds)
                 ended_s = began_s + seconds
         finally:  # also of cancelled work
             ended_s = loop.time() if ended_s is None else ended_s
-            self._tracer.add(self.role, name, began_s, max(ended_s, began_s), **attributes)
-        for device in self._devices:
+            self.tracer.add(self.role, name, began_s, max(ended_s, began_s), **attributes)
+        for device in self.devices:
             device.busy_s += ended_s - began_s
