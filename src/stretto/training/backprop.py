@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -51,43 +51,40 @@ class Backprop(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class LocalBackprop:
     """Passes in this process, one by one. A CPU trains actor and critic in parallel."""
 
-    def __init__(
-        self,
-        actor: TrainedModel,
-        critic: TrainedModel | None,
-        losses: Losses,
-        microbatch_tokens: int,
-    ) -> None:
-        self._actor = actor
-        self._critic = critic
-        self._losses = losses
-        _ = actor.head  # fails here rather than in the first step
-        for trained in filter(None, (actor, critic)):
+    actor: TrainedModel
+    critic: TrainedModel | None
+    losses: Losses
+    microbatch_tokens: int
+
+    def __post_init__(self) -> None:
+        _ = self.actor.head  # fails here rather than in the first step
+        for trained in filter(None, (self.actor, self.critic)):
             if packs(trained.model) and not trained.compute(partial(packs_rightly, trained.model)):
                 unwrapped(trained.model).set_attn_implementation("sdpa")
-        self._budget = token_budget(microbatch_tokens, actor.device, self._at_once)
+        self._budget = token_budget(self.microbatch_tokens, self.actor.device, self._at_once)
 
     @property
     def _at_once(self) -> int:
         """The number of models that are trained at the same time."""
-        return 2 if self._critic is not None and self._actor.device.type == "cpu" else 1
+        return 2 if self.critic is not None and self.actor.device.type == "cpu" else 1
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        if self._losses.algorithm.has_optimal_baseline:
+        if self.losses.algorithm.has_optimal_baseline:
             return [[i] for i in range(len(tokens))]
         return by_token_budget(tokens, self._budget)
 
     def run(
         self, batches: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        batches = [batch.to(self._actor.device) for batch in batches]
+        batches = [batch.to(self.actor.device) for batch in batches]
         passes = {}
-        if self._critic is not None:
-            loss = partial(self._losses.of_critic, self._critic.model)
-            passes["critic"] = partial(_passes, self._critic, batches, loss)
+        if self.critic is not None:
+            loss = partial(self.losses.of_critic, self.critic.model)
+            passes["critic"] = partial(_passes, self.critic, batches, loss)
         if trains_actor:
             passes["actor"] = partial(self._actor_passes, batches, kl_coef)
         return dict(zip(passes, self._make([*passes.values()]), strict=True))
@@ -95,17 +92,17 @@ class LocalBackprop:
     def _actor_passes(self, batches: Sequence[MicroBatch], kl_coef: float) -> Metrics:
         def run(losses: Losses, batches: Sequence[MicroBatch]) -> Metrics:
             def of_actor(states: Tensor, batch: MicroBatch) -> LossTerm:
-                return losses.of_actor(self._actor.head, states, batch, kl_coef)
+                return losses.of_actor(self.actor.head, states, batch, kl_coef)
 
-            return _passes(self._actor, batches, of_actor)
+            return _passes(self.actor, batches, of_actor)
 
-        if not self._losses.algorithm.has_optimal_baseline:
-            return run(self._losses, batches)
-        of_policy = partial(run, self._losses.of_policy)
-        metrics = passes_with_optimal_baseline(self._actor, batches, of_policy)
-        a = self._losses.algorithm
+        if not self.losses.algorithm.has_optimal_baseline:
+            return run(self.losses, batches)
+        of_policy = partial(run, self.losses.of_policy)
+        metrics = passes_with_optimal_baseline(self.actor, batches, of_policy)
+        a = self.losses.algorithm
         if a.entropy_coef or (a.kl_place == "loss" and a.kl_coef):  # terms without advantages
-            rest = run(self._losses, [batch.with_advantages(0.0) for batch in batches])
+            rest = run(self.losses, [batch.with_advantages(0.0) for batch in batches])
             metrics = replace(rest, sums={**rest.sums, POLICY_LOSS: metrics.sums[POLICY_LOSS]})
         return metrics
 

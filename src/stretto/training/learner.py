@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _NORM = {"actor": "policy/grad_norm", "critic": "critic/grad_norm"}
 """Metric names, by model."""
 
 
+@dataclass(eq=False)
 class PolicyLearner(Stateful):
     """Trains and publishes the actor, and the critic if there is one.
 
@@ -54,39 +55,30 @@ class PolicyLearner(Stateful):
 
     saved = ("_kl", "_version", "_steps", "_moved", "_agreement")
 
-    def __init__(
-        self,
-        actor: TrainedModel,
-        critic: TrainedModel | None,
-        backprop: Backprop,
-        config: Config,
-        reward_weights: Mapping[str, float],
-        *,
-        snapshots: Collection[str] = (),
-        channel: SharedChannel | None = None,
-    ) -> None:
-        self._actor = actor
-        self._critic = critic
-        self.backprop = backprop
-        self.config = config
-        self.trained: Mapping[str, TrainedModel] = {"actor": actor}
-        if critic:
-            self.trained = {"actor": actor, "critic": critic}
-        for name in snapshots:
+    actor: TrainedModel
+    critic: TrainedModel | None
+    backprop: Backprop
+    config: Config
+    reward_weights: Mapping[str, float]
+    snapshots: Collection[str] = ()
+    channel: SharedChannel = field(default_factory=SharedChannel)
+
+    def __post_init__(self) -> None:
+        self.trained: Mapping[str, TrainedModel] = {"actor": self.actor}
+        if self.critic:
+            self.trained = {"actor": self.actor, "critic": self.critic}
+        for name in self.snapshots:
             if name not in self.trained:
                 raise LearnerError(
                     f"snapshots are taken of trained models; got '{name}'. "
                     f"{nearest(name, self.trained)}",
                     "unknown-model",
                 )
-        self._snapshots = frozenset(snapshots)
-        self.channel = channel or SharedChannel()
-        self._reward_weights = reward_weights
-        a = config.algorithm
+        a = self.config.algorithm
         self._kl = AdaptiveKL(a.beta, a.kl_target, a.kl_horizon)
-        exact, tolerance = config.training.match_engine, config.training.ratio_tolerance
-        self._agreement = Agreement(actor.dtype, tolerance, exact=exact)
-        self._coarse = is_coarse(actor.dtype) and not exact
+        exact, tolerance = self.config.training.match_engine, self.config.training.ratio_tolerance
+        self._agreement = Agreement(self.actor.dtype, tolerance, exact=exact)
+        self._coarse = is_coarse(self.actor.dtype) and not exact
         self._version = 0
         self._steps = 0
         self._moved = False
@@ -94,7 +86,7 @@ class PolicyLearner(Stateful):
 
     @property
     def device(self) -> torch.device:
-        return self._actor.device
+        return self.actor.device
 
     def accumulate(self, batch: TrainBatch) -> None:
         """Add the gradients of complete groups, before the rest of their step's batch is known.
@@ -116,14 +108,14 @@ class PolicyLearner(Stateful):
         minibatches = list(self.minibatches(len(batch), experience.units))
         accumulated, self._accumulated = self._accumulated, Accumulated()
         if accumulated and not accumulated.fit(batch):
-            self._actor.discard()
+            self.actor.discard()
             accumulated = Accumulated()
         for i, units in enumerate(minibatches):
             if accumulated and i == 0:
                 others = accumulated.others(batch, units)
                 sums = accumulated.sums + self._passes(responses, others, experience, counted=False)
                 factor, result = divided_sums(sums, experience, self.config.algorithm)
-                self._actor.scale_gradients(factor)
+                self.actor.scale_gradients(factor)
             else:
                 result = self._passes(responses, units, experience)
             metrics += self._update(result, norms)
@@ -172,7 +164,7 @@ class PolicyLearner(Stateful):
         refs = {}
         for name, trained in self.trained.items():
             # Fingerprint last: it waits for the device, so the copies are complete too.
-            tensors = trained.snapshot() if name in self._snapshots else None
+            tensors = trained.snapshot() if name in self.snapshots else None
             mark = trained.fingerprint()
             sums = trained.sums() if self.config.observe.flight else {}
             channel = self.channel.name if tensors is not None else ""
@@ -187,7 +179,7 @@ class PolicyLearner(Stateful):
 
     def _logprobs(self, responses: Sequence[Response], mask: Tensor) -> Tensor:
         temperature, budget = self.config.rollout.temperature, self.config.training
-        return self._actor.logprobs(responses, mask, temperature, budget.microbatch_tokens)
+        return self.actor.logprobs(responses, mask, temperature, budget.microbatch_tokens)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the trained weights, by model and name. If ranks hold parts of them,
@@ -214,7 +206,7 @@ class PolicyLearner(Stateful):
         the responses sampled entirely by the weights of the last sync.
         """
         c, proximal = self.config, None
-        data = collate(batch, self._reward_weights)
+        data = collate(batch, self.reward_weights)
         if c.algorithm.old_policy == "proximal" and c.training.updates > 1:
             proximal = self._logprobs(batch.responses(), data.mask)
         experience = prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
@@ -261,12 +253,12 @@ class PolicyLearner(Stateful):
         return sum(by_model.values(), Metrics())
 
     def _update(self, metrics: Metrics, norms: dict[str, float]) -> Metrics:
-        if self._critic:
-            norms["critic"] += self._critic.update()
+        if self.critic:
+            norms["critic"] += self.critic.update()
         metrics = with_effective_sample_size(metrics)
         if "actor" in self._updated:
             self._agreement.check(metrics)
-            norms["actor"] += self._actor.update(scale=self._step_scale(metrics))
+            norms["actor"] += self.actor.update(scale=self._step_scale(metrics))
             self._moved = True
         return metrics
 

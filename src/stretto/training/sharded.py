@@ -37,7 +37,7 @@ from stretto.models.mapped import final_dtype
 from stretto.models.shards import Peers, of_all_ranks
 from stretto.training.backprop import LocalBackprop, divided
 from stretto.training.divided import DividedModel, Division
-from stretto.training.losses import Losses, MicroBatch
+from stretto.training.losses import MicroBatch
 from stretto.training.trained import LearningRate
 from stretto.types import Response, Stats
 
@@ -249,15 +249,11 @@ def _local(tensor: Any) -> Tensor:
 class ShardedBackprop(LocalBackprop):
     """Runs each rank's share of the passes."""
 
-    def __init__(
-        self,
-        actor: ShardedModel,
-        critic: ShardedModel | None,
-        losses: Losses,
-        microbatch_tokens: int,
-    ) -> None:
-        super().__init__(actor, critic, losses, microbatch_tokens)
-        self._grid = actor.grid
+    actor: ShardedModel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._grid = self.actor.grid
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
