@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.controller import DecodeSample
-from stretto.schedules.controls import Controls
 from stretto.schedules.engines import HELD, EngineHandle, Locations, Moves, Place
-from stretto.schedules.fleet import GoneError, Guard, RoleContext
+from stretto.schedules.fleet import GoneError, Guard
 from stretto.schedules.hold import Parked
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.scoring import Scoring
 from stretto.schedules.waits import Work
 from stretto.types import WeightsRef
 
@@ -35,17 +33,9 @@ class Pool:
       until :meth:`resume`.
     """
 
-    def __init__(
-        self,
-        *,
-        roles: Sequence[Generator],
-        rounds: Rounds,
-        scoring: Scoring,
-        controls: Controls,
-        context: RoleContext,
-    ) -> None:
-        self._rounds = rounds
-        self._scoring = scoring
+    def __init__(self, roles: Sequence[Generator], rounds: Rounds) -> None:
+        self._rounds, self._scoring = rounds, rounds.scoring
+        context, controls = rounds.context, rounds.controls
         self._context = context
         self._holds = Parked(controls.hold) if controls.hold else None
         self._replaces = context.fleet.restarts > 0

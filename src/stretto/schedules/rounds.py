@@ -42,14 +42,11 @@ class Rounds(Ledger):
     ) -> None:
         super().__init__()
         self._settings = controls.settings
-        self._controls = controls
+        self.controls = controls
         self._next_prompt = next_prompt
-        self._scoring = scoring
-        self._phases = context.phases
-        self._tracer = context.tracer
-        self.pool = Pool(
-            roles=generators, rounds=self, scoring=scoring, controls=controls, context=context
-        )
+        self.scoring = scoring
+        self.context = context
+        self.pool = Pool(generators, self)
         self.episodes = Episodes(environment, self._settings, context, self.pool, scoring)
         self.meter = Meter(context.clock)
         self.buffer = Buffer(self._settings.max_carries)
@@ -63,14 +60,13 @@ class Rounds(Ledger):
         self.skipped: list[Rollout] = []  # since the last step
         self._gathered: set[int] = set()  # chosen rollouts whose scores are under way
         self.accumulation = Accumulation(self._settings, self.buffer, scoring)
-        self._changed = context.changed
         if self._skips or self._settings.train_on == "group":
             scoring.on_scored = self._scored
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a call may add to a rollout."""
-        return self._settings.max_new_tokens if self.lockstep else self._controls.chunk_tokens
+        return self._settings.max_new_tokens if self.lockstep else self.controls.chunk_tokens
 
     @property
     def waiting(self) -> int:
@@ -80,7 +76,7 @@ class Rounds(Ledger):
     @property
     def lockstep(self) -> bool:
         """Whether this is the plain loop, whose order is not random."""
-        unseen = self.score_on == "batch" and self._controls.migration is None
+        unseen = self.score_on == "batch" and self.controls.migration is None
         plain = len(self.buffer) <= self.size
         return unseen and (plain or (self.pool.single and not self.episodes.exist))
 
@@ -92,7 +88,7 @@ class Rounds(Ledger):
 
     def take(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks to their rollouts, and pass them on to scorers and environments."""
-        with self._tracer.span(DRIVER, f"{DRIVER}/chunks", items=len(chunks)):
+        with self.context.tracer.span(DRIVER, f"{DRIVER}/chunks", items=len(chunks)):
             for chunk in chunks:
                 ledger = self.answers if chunk.rollout_id in self.answers.rollouts else self
                 rollout = ledger.rollouts[chunk.rollout_id]
@@ -103,7 +99,7 @@ class Rounds(Ledger):
                 elif chunk.finish:
                     ledger.ended(rollout)
         if 5 * self.buffer.chosen_size >= 4 * self.size:
-            self._phases.enter("stragglers")
+            self.context.phases.enter("stragglers")
 
     def fill(self, delta: int) -> None:
         """Start a round: draw prompts until the buffer holds a round and ``delta`` more rollouts.
@@ -111,10 +107,10 @@ class Rounds(Ledger):
         no slot: up to twice as many, and no more than can be trained on in time.
         """
         self.begun, self.is_open = self.begun + 1, True
-        self.metrics = {"schedule/overcommit": float(delta), **self._controls.metrics}
-        self.score_on = self._controls.score_on
-        self.accumulation.on = self._controls.train_on == "group"
-        self._scoring.begin_round(self.score_on, (r for r in self.buffer if r.finish))
+        self.metrics = {"schedule/overcommit": float(delta), **self.controls.metrics}
+        self.score_on = self.controls.score_on
+        self.accumulation.on = self.controls.train_on == "group"
+        self.scoring.begin_round(self.score_on, (r for r in self.buffer if r.finish))
         self._gathered = set()
         if self._skips:
             self.metrics["schedule/skipped"] = 0.0
@@ -124,13 +120,13 @@ class Rounds(Ledger):
         limit = (self._settings.max_carries + 1) * size
         waiting = max(0, min(waiting, size + delta, limit - size - delta))
         missing = size + delta + waiting - len(self.buffer)
-        with self._tracer.span(DRIVER, f"{DRIVER}/fill", items=max(missing, 0)):
+        with self.context.tracer.span(DRIVER, f"{DRIVER}/fill", items=max(missing, 0)):
             self._draw(missing)
             for rollout in self.buffer.begin_round(size // n):
-                self._scoring.chosen(rollout)
+                self.scoring.chosen(rollout)
         self.meter.began(len(self.buffer) - waiting - size)
         self.metrics["schedule/chunk_tokens"] = float(self.chunk_tokens)
-        self._phases.enter("data")
+        self.context.phases.enter("data")
 
     def _draw(self, missing: int) -> None:
         """Draw prompts for so many rollouts, rounded up to full groups."""
@@ -150,7 +146,7 @@ class Rounds(Ledger):
     def _scored(self, rollout: Rollout) -> None:
         """Skip a rollout's group if it turns out to have equal scores while others are decoded."""
         if self.accumulation.on:
-            self._changed.set()
+            self.context.changed.set()
         if self._skips and self.is_open and not self.lockstep and rollout.id in self.rollouts:
             self._skip([rollout])
             if self.episodes.exist:  # they are placed once they are open
@@ -158,7 +154,7 @@ class Rounds(Ledger):
             else:
                 self._decoding()
                 new = [r for r in self.buffer.open if not self.pool.holds(r)]
-                self._scoring.dispatched(new)
+                self.scoring.dispatched(new)
                 self.pool.place(new)
 
     def _skip(self, rollouts: Iterable[Rollout]) -> None:
@@ -170,14 +166,14 @@ class Rounds(Ledger):
             if (
                 group
                 and skipped <= self._settings.most_skipped
-                and all(map(self._scoring.is_scored, group))
+                and all(map(self.scoring.is_scored, group))
                 and scores_are_equal(
                     group, self._settings.reward_weights, apart=self._settings.sources_apart
                 )
             ):
                 self.metrics["schedule/skipped"] = skipped
                 for chosen_rollout in self.buffer.remove(number):
-                    self._scoring.chosen(chosen_rollout)
+                    self.scoring.chosen(chosen_rollout)
                 self.skipped += group
                 for rollout in group:
                     self.move(rollout, RolloutState.REJECTED, EQUAL_SCORES)
@@ -192,8 +188,8 @@ class Rounds(Ledger):
             if not new:
                 break
             self._gathered.update(r.id for r in new)
-            self._scoring.gathered([r for r in new if not self._scoring.is_scored(r)])
-            await self._scoring.all_scored(new)
+            self.scoring.gathered([r for r in new if not self.scoring.is_scored(r)])
+            await self.scoring.all_scored(new)
             self._skip(new)  # which may choose others
         return self.buffer.complete
 
@@ -209,7 +205,7 @@ class Rounds(Ledger):
         await self.episodes.open(self.buffer.open, lockstep=self.lockstep)
         decoding = [r for r in self.buffer.open if r.state is RolloutState.DECODING]
         new = [r for r in decoding if not self.pool.holds(r)]
-        self._scoring.dispatched(new)
+        self.scoring.dispatched(new)
         await self.pool.admit(new)
 
     def close(self) -> tuple[Sequence[Rollout], Mapping[str, float]]:
@@ -252,19 +248,19 @@ class Rounds(Ledger):
         super().drop(fork)
 
     def started(self, rollout: Rollout) -> None:
-        self._scoring.dispatched([rollout])
+        self.scoring.dispatched([rollout])
 
     def extended(self, chunk: Chunk) -> None:
-        self._scoring.extended(chunk)
+        self.scoring.extended(chunk)
 
     def ended(self, rollout: Rollout) -> None:
         """Request a rollout's scores. If its group is now chosen, also those of followers."""
         self.move(rollout, RolloutState.FINISHED)
         self.meter.ended(rollout)
-        self._scoring.ended(rollout)
+        self.scoring.ended(rollout)
         for chosen_rollout in self.buffer.ended(rollout):
-            self._scoring.chosen(chosen_rollout)
-        if self._scoring.is_scored(rollout):  # by its environment alone
+            self.scoring.chosen(chosen_rollout)
+        if self.scoring.is_scored(rollout):  # by its environment alone
             self._scored(rollout)
 
     def sort_out(self, batch: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
@@ -285,7 +281,7 @@ class Rounds(Ledger):
 
     def ask_again(self, generated: Iterable[Sequence[Rollout]]) -> None:
         """Repeat requests for scores and answers that a restart interrupted."""
-        scoring, rounds = self._scoring, [r for batch in generated for r in batch]
+        scoring, rounds = self.scoring, [r for batch in generated for r in batch]
         waiting = [r for r in self.buffer.open if r.state is RolloutState.WAITING]
         scoring.dispatched(r for r in waiting if r.log)
         for rollout in waiting:
