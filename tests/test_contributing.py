@@ -53,7 +53,7 @@ def test_what_can_be_added() -> None:
 EXAMPLES = {
     "algorithm": r"cispo",
     "setting": r"\bmissing_eos_limits\b",
-    "knob": r"knobs\.hold\b|\"hold\": (Knob)?\(|\bHold(Policy|Limits)\b|\bParked\b|\bholding_of\b",
+    "knob": r"knobs\.hold\b|\"hold\": (Knob)?\(|\bHold(Policy|Limits)\b|\bParked\b",
     "method": r"^Hold\b|: Hold\b|generator\.hold\(",
     "engine": r"\"vllm\"|^    .*\bvllm: ",
     "argument": r"\bcuda_graphs\b",

@@ -53,11 +53,6 @@ def bounds_what_waits(config: Config) -> bool:
     return config.schedule.knobs.hold == "auto" and bool(config.environment.sources) and bounded
 
 
-def holding_of(config: Config, prefill_tokens_per_s: float, copy_tokens_per_s: float) -> HoldLimits:
-    room = config.rollout.slots * config.longest
-    return HoldLimits(room, prefill_tokens_per_s, copy_tokens_per_s, apart=True)
-
-
 def controls_of(
     config: Config,
     migrating: MigrationLimits | None,

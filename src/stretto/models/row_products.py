@@ -55,14 +55,10 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tens
     return out
 
 
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    return torch.bmm(queries, keys.transpose(1, 2))
-
-
 KERNELS: Mapping[Kind, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "packed": packed_linear,
-    "scores": _scores,
+    "scores": lambda queries, keys: torch.bmm(queries, keys.transpose(1, 2)),
     "values": torch.bmm,
 }
 

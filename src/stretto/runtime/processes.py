@@ -17,7 +17,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from stretto import outside
 from stretto.assembly.run_models import Device, Overrides
@@ -443,21 +442,17 @@ def _check(config: Config, overrides: Overrides) -> None:
         )
     rewards = {f"reward model '{n}'": model for n, (model, _) in overrides.reward_models.items()}
     models = {"actor": overrides.actor, "critic": overrides.critic, **rewards}
-    for name, model in models.items():
-        _check_importable(name, model, _one_process(config))
-
-
-def _check_importable(name: str, model: nn.Module | None, remedy: str) -> None:
-    modules = [] if model is None else [*model.named_modules()]
-    for path, module in modules:
-        module_class = type(module)
-        if module_class.__module__ == "__main__":
-            raise ModelError(
-                f"'{path}' of the {name} is of the class '{module_class.__qualname__}', which is "
-                "defined in the script that runs; other processes cannot import it. Move its "
-                f"classes to a module, or {remedy}",
-                "class-in-script",
-            )
+    named_models = ((name, model) for name, model in models.items() if model is not None)
+    for name, model in named_models:
+        for path, module in model.named_modules():
+            module_class = type(module)
+            if module_class.__module__ == "__main__":
+                raise ModelError(
+                    f"'{path}' of the {name} is of the class '{module_class.__qualname__}', which "
+                    "is defined in the script that runs; other processes cannot import it. Move "
+                    f"its classes to a module, or {_one_process(config)}",
+                    "class-in-script",
+                )
 
 
 def _one_process(config: Config) -> str:

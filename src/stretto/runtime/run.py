@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stretto import files
-from stretto.assembly.controllers import bounds_what_waits, controls_of, holding_of, migrating_of
+from stretto.assembly.controllers import bounds_what_waits, controls_of, migrating_of
 from stretto.assembly.environments import open_environment
 from stretto.assembly.parts import look_at_prompts, open_prompts
 from stretto.assembly.roles import RoleFactory
@@ -46,6 +46,7 @@ from stretto.runtime.thread_workers import ThreadWorkers
 from stretto.runtime.weight_sync import Tolerance, WeightSync
 from stretto.saying import Say, working
 from stretto.schedules.controls import Controls
+from stretto.schedules.hold import HoldLimits
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
@@ -366,7 +367,8 @@ class _Clients:
                 *gate.fact("rates", lambda: astuple(generator.ask(GeneratorService.rates)))
             )
             copied = rates.host_bytes_per_s / rates.kv_bytes if rates.kv_bytes else 0.0
-            holding = holding_of(config, rates.prefill_tokens_per_s, copied)
+            room = config.rollout.slots * config.longest
+            holding = HoldLimits(room, rates.prefill_tokens_per_s, copied, apart=True)
         restarts = gate.fact("restarts", lambda: config.cluster.restarts if workers.groups else 0)
         names = [judge.name for judge in judges]
         controls = controls_of(config, migrating, holding, restarts=restarts, judges=names)

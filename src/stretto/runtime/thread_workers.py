@@ -150,11 +150,13 @@ class ThreadWorkers:
         # Decoding is urgent: its steps are short, and scoring and training fill the gaps.
         stream = backend_of(pick_device(config.model.device)).role_stream
         threads = {
-            name: self._thread(name, self._generating, stream=stream(urgent=True)) for name in names
+            name: self._thread(name, lambda: self._shares.generating, stream=stream(urgent=True))
+            for name in names
         }
         scoring = partial(self._scoring, list(threads.values()))
         threads["scorers"] = self._thread("scorers", scoring, stream=stream())
-        return {**threads, LEARNER: self._thread("learner", self._training, stream=stream())}
+        training = self._thread("learner", lambda: self._shares.training, stream=stream())
+        return {**threads, LEARNER: training}
 
     @property
     def _schedule(self) -> ScheduleConfig:
@@ -162,14 +164,9 @@ class ThreadWorkers:
         schedule = self._config.schedule
         return fixed(schedule, self.tuner.knobs) if self.tuner else schedule
 
-    def _shares(self, schedule: ScheduleConfig) -> CoreShares:
-        return share_cores(schedule, self._config.rollout.engines, self._cores)
-
-    def _generating(self) -> int:
-        return self._shares(self._schedule).generating
-
-    def _training(self) -> int:
-        return self._shares(self._schedule).training
+    @property
+    def _shares(self) -> CoreShares:
+        return share_cores(self._schedule, self._config.rollout.engines, self._cores)
 
     def _scoring(self, decoding: Sequence[WorkerThread]) -> int:
         # Without lag, decoding waits for all scores, so late scoring may use every core.
@@ -177,7 +174,7 @@ class ThreadWorkers:
         solo = not (schedule.knobs.trains_beside or schedule.threads)
         if solo and not any(worker.busy for worker in decoding):
             return self._cores
-        return self._shares(schedule).scoring
+        return self._shares.scoring
 
     def _thread(self, name: str, threads: int | Callable[[], int], **options: Any) -> WorkerThread:
         thread = WorkerThread(name, threads, **options)
