@@ -132,8 +132,8 @@ def test_the_probe_of_a_model_changes_nothing_and_fits_its_positions() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_probe_leaves_adapters_of_parameters_as_they_are() -> None:
-    """peft registers such an adapter on its module during each pass, which two threads disturb."""
+def test_adapters_of_parameters_are_not_probed() -> None:
+    """Passes of two threads fail: peft changes modules in each, and torch's cache is global."""
     config = GptOssConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -149,6 +149,4 @@ def test_the_probe_leaves_adapters_of_parameters_as_they_are() -> None:
     )
     adapters = LoraConfig(target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"])
     model = get_peft_model(GptOssForCausalLM(config), adapters)
-    modules = [name for name, _ in model.named_modules()]
-    assert scaling_of(model, 4, 1) >= 0
-    assert [name for name, _ in model.named_modules()] == modules
+    assert scaling_of(model, 4, 1) == 0

@@ -184,16 +184,18 @@ class ThreadWorkers:
 
 def scaling_of(actor: nn.Module, batch: int, threads: int) -> float:
     """Measure the speed of decoding beside training, each on so many CPU threads, relative to one
-    of them. 0 (unknown) for long passes, which the lock hardly affects.
+    of them. 0 (unknown) for long passes, which the lock hardly affects, and for adapters of
+    parameters, whose passes share a cache of torch's between threads.
     """
+    if any(type(module).__name__ == "ParamWrapper" for module in actor.modules()):  # of peft
+        return 0.0
     length = min(ROW_TOKENS, positions(actor) or ROW_TOKENS)
     rows = [[0] * length] * min(batch, MOST_ROWS)
     weights = [p for p in actor.parameters() if p.requires_grad]
-    decoder = with_own_structure(actor)  # passes of some adapters change modules
 
     def decoding() -> None:
         with torch.inference_mode():
-            hidden_states(decoder, [row[:1] for row in rows])
+            hidden_states(actor, [row[:1] for row in rows])
 
     def training() -> None:
         loss = hidden_states(actor, rows).float().square().mean()
