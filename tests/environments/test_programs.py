@@ -319,7 +319,7 @@ FIELDS: dict[str, Any] = {
 def test_fields_that_would_change_the_distribution_are_noted_once() -> None:
     async def run(data: Mapping[str, Any], base_url: str, api_key: str) -> float:
         client = client_of(base_url, api_key)
-        await ask(client, [user("q")], tools=[ADD], **FIELDS)
+        await ask(client, [user("q")], tools=[ADD], **FIELDS, logprobs=True, top_logprobs=2)
         newer = {"verbosity": "low"}  # not in the oldest client
         await ask(client, [user("r")], tools=[ADD], presence_penalty=0.5, extra_body=newer)
         await ask(client, [user("s")], tool_choice="none", response_format={"type": "text"})
@@ -334,7 +334,7 @@ def test_fields_that_would_change_the_distribution_are_noted_once() -> None:
     ]  # a request without tools tells of none
     names = [text.split(" set ")[1].split(", without")[0] for text in told]
     first = (FIELDS.keys() - {"extra_body"}) | FIELDS["extra_body"].keys()
-    assert names == [", ".join(sorted(first)), "verbosity"]
+    assert names == [", ".join(sorted(first)), "top_logprobs", "verbosity"]
 
 
 def test_a_stop_string_of_a_request_ends_its_turn() -> None:

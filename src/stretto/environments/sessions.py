@@ -271,6 +271,7 @@ class Session:
         tokens, sampling = tuple(request[0]), request[1]
         if sampling.distribution not in (self._limits.distribution, _PLAIN) or sampling.seed:
             self.note(["temperature, top_p, top_k or seed"])
+        self.note(["top_logprobs"] if sampling.top_logprobs else [])
         pending = Asked(self, tokens, sampling.max_new_tokens, sampling.stop)
         if self._lost and self._lost[0] == tokens:
             pending.answer(self._lost[1])
