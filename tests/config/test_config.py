@@ -81,6 +81,7 @@ def test_dump_names_every_setting() -> None:
         ("lr = 1", "extra_forbidden", ["'lr'", "'training.lr'"]),
         ("[training]\nlr = -1.0", "greater_than", ["training.lr = -1.0", "greater than 0"]),
         ("[training]\nlr = nan", "finite_number", ["training.lr = nan"]),
+        ("[reward]\non_failure = 2", "literal_error", ["'reward.on_failure = 2': must be less"]),
         ("steps = 'many'", "int_parsing", ["'steps = \"many\"'", "a valid integer"]),
         (
             "[algorithm]\nkl_estimator = 'k9'",

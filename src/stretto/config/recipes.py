@@ -329,6 +329,7 @@ def _other_command(
 
 def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     key, value = ".".join(map(str, error["loc"])), error["input"]
+    key = re.sub(r"\.(literal\[|constrained-).*", "", key)  # a type of several
     context = error.get("ctx", {})
     if error["type"] == "extra_forbidden":
         table = isinstance(value, Mapping)
