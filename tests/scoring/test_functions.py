@@ -792,7 +792,9 @@ def test_columns_reach_an_object_as_they_are() -> None:
 
 def test_a_column_that_cannot_be_passed_is_named(function: Scorers) -> None:
     scorer = function("def f(completions, **kwargs): return [1.0] * len(completions)")
-    cells: list[Any] = [{"odd": {(1, 2): 3}}, {"n": 1}]
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    cells: list[Any] = [{"odd": cycle}, {"n": {(1, 2): 3}}]
     scores = judge(scorer, ["a", "b"], [Prompt(i, (0,), "q", data=d) for i, d in enumerate(cells)])
     assert numbers(scores) == [None, 1.0]
     assert "column 'odd' cannot be handed to a function" in (scores[0].failure or "")

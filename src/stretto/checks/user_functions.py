@@ -161,7 +161,8 @@ def _without_body(
     function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = False, hints: bool = True
 ) -> Callable[..., Any]:
     """Return an empty function with the same name, docstring and parameters, all hints ``str``."""
-    parameters = copy.deepcopy(function.args)
+    stub = copy.deepcopy(function)
+    parameters = stub.args
     hint = ast.Name("str", ast.Load()) if hints else None
     first = [*parameters.posonlyargs, *parameters.args][:1] if bound else []
     arguments = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
@@ -172,14 +173,10 @@ def _without_body(
     nothing = ast.Constant(None)
     parameters.defaults = [nothing for _ in parameters.defaults]
     parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]
-    text = ast.Expr(ast.Constant(ast.get_docstring(function, clean=False)))
-    alike = ast.parse("def f(): pass").body[0]
-    assert isinstance(alike, ast.FunctionDef)
-    alike.name = function.name
-    alike.args = parameters
-    alike.body = [text]
+    stub.returns = None
+    stub.body = [ast.Expr(ast.Constant(ast.get_docstring(function, clean=False)))]
     scope: dict[str, Any] = {}
-    exec(compile(ast.fix_missing_locations(ast.Module([alike], [])), "<tool>", "exec"), scope)
+    exec(compile(ast.fix_missing_locations(ast.Module([stub], [])), "<tool>", "exec"), scope)
     tool: Callable[..., Any] = scope[function.name]
     return tool
 

@@ -18,6 +18,7 @@ from stretto.environments.object_threads import (
     refused_outside_main,
 )
 from stretto.outside import describe, in_this_process
+from stretto.scoring.conventions import awaited
 
 GRACE_S = 5.0
 """Seconds for the thread of a cancelled call to end, before it counts as lost."""
@@ -104,7 +105,7 @@ class Runner:
                     thread.main = True
                 return await self._in_main(call, timeout_s)
             if inspect.isawaitable(result):
-                return await self._in_loop(partial(_itself, result), timeout_s)
+                return await self._in_loop(partial(awaited, result), timeout_s)
             return result
 
     @property
@@ -218,10 +219,6 @@ def _is_async(function: Callable[..., Any]) -> bool:
 async def _called(call: Callable[[], Any]) -> Any:
     result = in_this_process(call)
     return await result if inspect.isawaitable(result) else result
-
-
-async def _itself(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 async def _outcome(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:

@@ -289,7 +289,7 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
     def score_all(samples: Sequence[Sample], log: Log) -> Any:
         arguments = convention.arguments_of_all(samples, log)
         result = bound(function, signature, arguments, aliases)()
-        return log.scores(loop.run(_itself(result)) if inspect.isawaitable(result) else result)
+        return log.scores(loop.run(awaited(result)) if inspect.isawaitable(result) else result)
 
     if convention.batched:
         run = all_at_once(score_all, file, convention.entry)
@@ -316,7 +316,7 @@ def bound(
     return partial(function, **{key: arguments[key] for key in keys})
 
 
-async def _itself(result: Awaitable[T]) -> T:
+async def awaited(result: Awaitable[T]) -> T:
     return await result
 
 

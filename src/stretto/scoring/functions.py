@@ -8,7 +8,6 @@ function may return ``None`` if it does not apply to the sample.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from stretto.config import TaskConfig
 from stretto.config.capabilities import FUNCTION, SOURCES
 from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError, EngineError, RewardError
-from stretto.plain import form
+from stretto.plain import plain
 from stretto.scoring.conventions import ENVIRONMENTS, TIMED_OUT, Verdict, recognise
 from stretto.scoring.function_host import FunctionHost
 from stretto.scoring.response_buffer import ResponseScorer, response_text
@@ -233,21 +232,13 @@ def _task_payload(response: Response, text: str) -> Payload:
 
 
 def _as_json(column: str, value: Any) -> Any:
-    """Return a cell as JSON. Other types are converted by :func:`form`, or become text."""
     try:
-        return json.loads(json.dumps(value, default=_form_or_text))
-    except (TypeError, ValueError, RecursionError) as error:
+        return plain(value, finite=False)
+    except RecursionError as error:
         raise RewardError(
             f"the dataset's column '{column}' cannot be handed to a function ({error}); make it "
             "text, numbers, or lists and objects of them"
         ) from error
-
-
-def _form_or_text(value: Any) -> Any:
-    try:
-        return form(value)
-    except TypeError:
-        return str(value)
 
 
 def locate(source: RewardSource) -> dict[str, str]:
