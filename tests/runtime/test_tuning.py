@@ -129,6 +129,16 @@ def test_it_lets_the_learner_start_on_groups_if_permitted_and_faster() -> None:
     assert rate(result, LATE) > 1.05 * rate(batches, LATE)
 
 
+@pytest.mark.parametrize(("score_s", "score_on"), [(1e-5, "batch"), (3e-5, "chunk")])
+def test_it_changes_no_knob_for_less_than_two_percent(score_s: float, score_on: str) -> None:
+    """With ``score_on`` in addition to over-commitment the predictions are 1.66 in place of 1.64,
+    and for slower scorers 1.69 in place of 1.64."""
+    schedule = ScheduleConfig(preset="auto", max_staleness=1)
+    result = simulate(cluster(LENGTHS["tail"], score_s=score_s, schedule=schedule, steps=18))
+    _, trying = result.decisions[0]
+    assert trying.startswith(f"auto: tries score on {score_on}, overcommit 4, lag 0")
+
+
 def test_it_says_what_it_tries_and_measures() -> None:
     schedule = ScheduleConfig(preset="auto")
     result = simulate(cluster(**WORKLOADS["slow scorer"], schedule=schedule))

@@ -37,7 +37,7 @@ MOST_ROUNDS = 10  # of a trial whose speed is not clear
 UNCLEAR, FASTER = 0.05, 1.01  # distance of a speedup from 1 that is not clear, and that is kept
 REMEMBERED = 8  # latest rounds whose speeds and responses count
 EVERY = 16  # rounds between two decisions, and of a first rejection
-WORTH = 1.02  # predicted speedup that is worth a trial, and a change of one group of knobs
+WORTH = 1.02  # predicted speedup that is worth a trial, or a change of one more group of knobs
 SLOW, SLOW_ROUNDS = 0.8, 2  # a trial ends after rounds below this share of the speed before
 LOSS = 0.02  # share of the run's rounds that failed trials may cost
 DRIFT = 0.2  # relative change of speed or mean length that triggers a decision
@@ -228,7 +228,7 @@ class AutoTuner(Stateful):
 
     def _search(self) -> tuple[RoundKnobs, float]:
         """Return the best knobs by simulation, and their speedup. One group of knobs is changed at
-        a time, until no change is faster."""
+        a time, until no change is faster. Groups that hardly matter return to the present knobs."""
         cluster = self._cluster = self._costs.cluster(self._round)
         current = RoundKnobs(*self._current)
         speeds: dict[RoundKnobs, float] = {}
@@ -243,19 +243,21 @@ class AutoTuner(Stateful):
         self._correction = speed(self._measured) / simulated(current)
         while True:
             for fields in FIELDS:
-                rival = best
                 for knobs in self._others(best, fields):
-                    if simulated(knobs) > 1.005 * simulated(rival):  # else rounding decides
-                        rival = knobs
-                if simulated(rival) >= WORTH * simulated(best):  # overlap costs more than predicted
-                    best = rival
+                    if simulated(knobs) > 1.005 * simulated(best):  # else rounding decides
+                        best = knobs
             if best == before:
                 break
             before = best
+        least = simulated(best) / WORTH
+        for fields in FIELDS:  # change no knob for less, as overlap may cost more than predicted
+            plainer = replace(best, **{name: getattr(current, name) for name in fields})
+            if self._is_open(plainer) and simulated(plainer) >= least:
+                best = plainer
         return best, simulated(best) / simulated(current)
 
     def _others(self, best: RoundKnobs, fields: Sequence[str]) -> Iterator[RoundKnobs]:
-        """Yield permitted knobs that differ in these fields only, and were not rejected."""
+        """Yield open knobs that differ in these fields only."""
         lengths = sorted(tokens for _, _, tokens, _ in self._responses)
         for choice in self._choices:
             plain = choice.score_on == "batch" and not choice.delta  # decodes in one call
@@ -263,9 +265,15 @@ class AutoTuner(Stateful):
             for tokens in dict.fromkeys([best.chunk_tokens, *sizes]):
                 knobs = replace(choice, chunk_tokens=tokens)
                 same = replace(knobs, **{name: getattr(best, name) for name in fields}) == best
-                until, _ = self._rejections.get(repr(knobs), (0, 0))
-                if same and knobs != best and self._round >= until:
+                if same and knobs != best and self._is_open(knobs):
                     yield knobs
+
+    def _is_open(self, knobs: RoundKnobs) -> bool:
+        """Return whether knobs are permitted, and were not rejected lately."""
+        until, _ = self._rejections.get(repr(knobs), (0, 0))
+        chunk = knobs.chunk_tokens
+        permitted = any(replace(choice, chunk_tokens=chunk) == knobs for choice in self._choices)
+        return permitted and self._round >= until
 
     def _chunks(self, longest: int) -> list[int]:
         """Return sizes to choose from: three parts of a long response, or the one by hand."""
