@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Protocol, get_args
 
-from stretto.config.knobs import RoundKnobs, ScoreOn, Settings, TrainOn
+from stretto.config.knobs import RoundKnobs, ScoreOn, Settings
 from stretto.errors import ConfigError
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.controller import Controller, Feedback
@@ -46,16 +46,9 @@ class Controls:
     tuner: Tuner | None = None
 
     @property
-    def score_on(self) -> ScoreOn:
-        return self.tuner.knobs.score_on if self.tuner else self.settings.score_on
-
-    @property
-    def train_on(self) -> TrainOn:
-        return self.tuner.knobs.train_on if self.tuner else self.settings.train_on
-
-    @property
-    def lag(self) -> int:
-        return self.tuner.knobs.lag if self.tuner else self.settings.lag
+    def knobs(self) -> RoundKnobs | Settings:
+        """``score_on``, ``train_on`` and ``lag`` of the next round to start."""
+        return self.tuner.knobs if self.tuner else self.settings
 
     @property
     def delta(self) -> int:
@@ -76,8 +69,8 @@ class Controls:
         """Metrics of a tuner's round: its knobs without those that all rounds report."""
         if self.tuner is None:
             return {}
-        score_on = float(get_args(ScoreOn).index(self.score_on))
-        knobs = {"schedule/lag": float(self.lag), "schedule/score_on": score_on}
+        score_on = float(get_args(ScoreOn).index(self.knobs.score_on))
+        knobs = {"schedule/lag": float(self.knobs.lag), "schedule/score_on": score_on}
         return {**knobs, **self.tuner.metrics}
 
     def take_news(self) -> Sequence[str]:

@@ -106,7 +106,7 @@ class EngineHandle:
 
     @property
     def serves(self) -> bool:
-        return self.guard.serves
+        return self.guard.member.serves
 
     @property
     def held(self) -> Mapping[int, Rollout]:

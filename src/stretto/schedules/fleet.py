@@ -164,7 +164,7 @@ class RoleContext:
         """Start loading weights into roles. Lost ones load when replaced. Returns the waits."""
         for guard in guards:
             guard.weights = weights
-        serving = [guard for guard in guards if guard.serves]
+        serving = [guard for guard in guards if guard.member.serves]
         waits = self.sync(weights, [guard.role for guard in serving])
         wait_of = dict(zip(serving, waits, strict=True))
 
@@ -191,10 +191,6 @@ class Guard:
         self.weights: WeightsRef | None = None  # newest ones. None: those in fleet.held
         self._loss: StrettoError | None = None
         self._down_since_s = 0.0
-
-    @property
-    def serves(self) -> bool:
-        return self.member.serves
 
     async def ask(
         self, work: Awaitable[T], rollout_ids: Iterable[int] = (), deadlines: float = 1.0

@@ -54,7 +54,7 @@ class Rounds(Ledger):
         self.size = self._settings.batch * self._settings.weight_sync_interval
         self.begun = 0
         self.is_open = False
-        self.score_on = controls.score_on  # of the current round
+        self.score_on = controls.knobs.score_on  # of the current round
         self.next_id = 0
         self.metrics: dict[str, float] = {}  # of the current round
         self.skipped: list[Rollout] = []  # since the last step
@@ -108,8 +108,8 @@ class Rounds(Ledger):
         """
         self.begun, self.is_open = self.begun + 1, True
         self.metrics = {"schedule/overcommit": float(delta), **self.controls.metrics}
-        self.score_on = self.controls.score_on
-        self.accumulation.on = self.controls.train_on == "group"
+        self.score_on = self.controls.knobs.score_on
+        self.accumulation.on = self.controls.knobs.train_on == "group"
         self.scoring.begin_round(self.score_on, (r for r in self.buffer if r.finish))
         self._gathered = set()
         if self._skips:

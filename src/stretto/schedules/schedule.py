@@ -92,7 +92,7 @@ class Schedule:
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
         self._steps = 0
-        self._lag = controls.lag  # of the next round
+        self._lag = controls.knobs.lag  # of the next round
         self._version, self.loaded = 0, 0  # published, and in the generators
         self._metrics: deque[Mapping[str, float]] = deque()  # of each generated batch
         self.weights_lock = asyncio.Lock()  # held while weights are being loaded
@@ -292,7 +292,7 @@ class Schedule:
             async with deadline(self._settings.deadline_s, "the learner"):
                 self._weights = await self._learner.publish()
             self._version += 1
-            self._lag = self._controls.lag
+            self._lag = self._controls.knobs.lag
             self._changed.set()
 
     async def _until(self, condition: Callable[[], bool], part: str, what: Text) -> None:
@@ -378,7 +378,7 @@ class Schedule:
         for name, controller in self._controls.controllers.items():
             if state.get(name):
                 controller.load_state_dict(state[name])
-        self._lag = self._controls.lag
-        self._accumulation.on = self._controls.train_on == "group"
+        self._lag = self._controls.knobs.lag
+        self._accumulation.on = self._controls.knobs.train_on == "group"
         rounds.score_on = state.get("score_on", self._settings.score_on)
         self._scoring.begin_round(rounds.score_on, ())

@@ -128,7 +128,7 @@ class ReplicaQueue:
 
     async def _serve(self) -> None:
         while not self._left:
-            if not self.guard.serves:
+            if not self.guard.member.serves:
                 await self._replace()
             with suppress(GoneError):
                 await self._pass_on()
