@@ -17,7 +17,7 @@ from engine_helpers import EXPERTS, GROUPED, LATENT, SMALL, from_config
 from helpers import llama
 from rounding import rounding
 from stretto.models import attention, devices, forward
-from stretto.models.attention import _CausalAttention, attend_from_last, use_packed_attention
+from stretto.models.attention import _CausalAttention, attend_from_last, use_attention
 from stretto.models.cached import CachedPass, SlotCache
 from stretto.models.devices import Backend, CudaBackend
 from stretto.models.load import load_causal_lm
@@ -201,7 +201,7 @@ def test_sequences_laid_end_to_end_are_computed_as_padded_ones(
     for packed in (False, True):
         model.zero_grad()
         if packed:
-            use_packed_attention(model)
+            use_attention(model, attention.PACKED)
             assert forward.packs(model)
             assert forward.packs_rightly(model)
         states = forward.hidden_states(model, rows)
@@ -218,7 +218,7 @@ def test_what_torchs_kernel_does_not_compute_is_not_packed(
 ) -> None:
     monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
     model = from_config(PADDED[name]())
-    use_packed_attention(model)
+    use_attention(model, attention.PACKED)
     assert not (forward.packs(model) and forward.packs_rightly(model))
 
 
@@ -240,7 +240,7 @@ def test_a_gpus_model_that_trains_alone_is_packed_where_torchs_kernel_runs(
     Backend(torch.device("cpu")).pack_sequences(model)
     assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("eager")
-    use_packed_attention(model)
+    use_attention(model, attention.PACKED)
     assert model.config._attn_implementation == "eager"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_helpers import GROUPED, from_config, with_adapters
 from stretto.config import RolloutConfig
-from stretto.models.attention import use_short_attention
+from stretto.models.attention import use_attention
 from stretto.models.cached import SlotCache
 from stretto.models.decoder_layers import FAMILIES, DecodeLayers, _scripted
 from stretto.rollout.steps import ModelPass
@@ -53,7 +53,7 @@ def test_all_kinds_are_covered() -> None:
 
 def test_layers_of_other_code_are_left_alone() -> None:
     model = from_config(CONFIGS["Llama"])
-    use_short_attention(model)
+    use_attention(model)
     kind = type(model.model.layers[0])
     remote = type(kind.__name__, (kind,), {"__module__": "transformers_modules.someones.modeling"})
     model.model.layers[0].__class__ = remote
@@ -64,7 +64,7 @@ def test_layers_of_other_code_are_left_alone() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bits_are_those_of_transformers_layers(name: str, dtype: torch.dtype) -> None:
     model = from_config(CONFIGS[name]).to(dtype)
-    use_short_attention(model)
+    use_attention(model)
     assert torch.equal(logits(model, replaced=True), logits(model, replaced=False))
 
 
@@ -73,7 +73,7 @@ def test_bits_are_those_of_transformers_layers(name: str, dtype: torch.dtype) ->
 )
 def test_other_attention_and_other_families_keep_their_layers(config: Any, attention: str) -> None:
     model = from_config(config)
-    use_short_attention(model)
+    use_attention(model)
     if attention:
         model.set_attn_implementation(attention)
     assert not DecodeLayers(model).layers
@@ -83,14 +83,14 @@ def test_other_attention_and_other_families_keep_their_layers(config: Any, atten
 def test_layers_with_adapters_have_the_same_bits(dtype: torch.dtype) -> None:
     """They run in Python, as their products are not plain."""
     model = from_config(CONFIGS["Qwen3"]).to(dtype)
-    use_short_attention(model)
+    use_attention(model)
     adapted = with_adapters(model)
     assert torch.equal(logits(adapted, replaced=True), logits(adapted, replaced=False))
 
 
 def test_layers_run_in_python_if_torch_cannot_script_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = from_config(CONFIGS["Llama"])
-    use_short_attention(model)
+    use_attention(model)
     scripted = logits(model, replaced=True)
     _scripted.cache_clear()
     monkeypatch.setattr("torch.jit.script", lambda function: function)  # as with PYTORCH_JIT=0
@@ -106,7 +106,7 @@ def test_transposed_slots_are_as_long_as_the_longest_row_needs(
 ) -> None:
     monkeypatch.setattr("stretto.models.cached.cpu_has_bfloat16", lambda: True)
     model = from_config(CONFIGS["Llama"]).to(torch.bfloat16)
-    use_short_attention(model)
+    use_attention(model)
     own = ModelPass(model, SlotCache(3), RolloutConfig())
     cache = own.cache
     cache.reserve(60)

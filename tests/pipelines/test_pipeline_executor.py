@@ -25,7 +25,7 @@ from pipeline_workers import Trainer, value_loss
 from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
-from stretto.models.attention import use_short_attention
+from stretto.models.attention import use_attention
 from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import one_f_one_b
@@ -204,7 +204,7 @@ def test_what_is_sent_is_kept_until_it_has_left(two: RankGroup) -> None:
 def test_gradients_add_up_over_runs(two: RankGroup) -> None:
     layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
-    use_short_attention(actor)  # which the ranks have not heard of before
+    use_attention(actor)  # which the ranks have not heard of before
     critic = critic_of(actor)
     load_stages(two, layout, actor, critic)
     batches = make_batches(RAGGED, seed=3)

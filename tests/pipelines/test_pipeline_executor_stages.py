@@ -13,7 +13,7 @@ from pipeline_models import critic_of, language_model
 from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ModelError
-from stretto.models.attention import use_short_attention
+from stretto.models.attention import use_attention
 from stretto.models.forward import backbone, output_head
 from stretto.models.heads import apply_scalar_head
 from stretto.models.lora import add_lora
@@ -89,7 +89,7 @@ def test_the_last_stage_has_the_head_that_losses_take() -> None:
 
 def test_a_stage_travels_with_its_own_attention() -> None:
     model = language_model("llama", layers=2)
-    use_short_attention(model)
+    use_attention(model)
     stage = cut(model, 2, 0)
     sent = pickle.loads(pickle.dumps(stage))
     assert sent.body.config._attn_implementation == "stretto"

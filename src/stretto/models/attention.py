@@ -64,18 +64,13 @@ def _let_passes_skip_the_search() -> None:
     masking_utils.find_packed_sequence_indices = searched
 
 
-def use_short_attention(model: Any) -> None:
-    """Let a model use this attention where it used torch's, for calls that it covers."""
+def use_attention(model: Any, name: str = NAME) -> None:
+    """Let a model use this attention where it used torch's, for calls that it covers. With
+    :data:`PACKED`, a model that only trains attends within sequences laid end to end.
+    """
     if model.config._attn_implementation in ("sdpa", NAME):
         register()
-        model.set_attn_implementation(NAME)
-
-
-def use_packed_attention(model: Any) -> None:
-    """Let a model that only trains attend within sequences laid end to end."""
-    if model.config._attn_implementation in ("sdpa", NAME):
-        register()
-        model.set_attn_implementation(PACKED)
+        model.set_attn_implementation(name)
 
 
 def register() -> None:

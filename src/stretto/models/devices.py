@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.errors import ConfigError, ModelError, require
-from stretto.models.attention import use_packed_attention, use_short_attention
+from stretto.models.attention import PACKED, use_attention
 from stretto.models.forward import decoder_layers, unwrapped
 from stretto.models.mapped import final_dtype
 from stretto.models.row_products import CANONICAL, RowLinear, linear, pack, packed_linear
@@ -94,7 +94,7 @@ class Backend:
         return speeds.choice, str(speeds)
 
     def use_fastest_attention(self, model: nn.Module) -> None:
-        use_short_attention(model)
+        use_attention(model)
 
     def use_cudnn_attention(self) -> None:
         """Let torch choose cuDNN's attention, which is off by default, in this process."""
@@ -251,7 +251,7 @@ class CudaBackend(Backend):
         """Torch's kernel computes in 16 bits, from sm_80 on."""
         bits = final_dtype(next(model.parameters())).itemsize == 2
         if bits and torch.cuda.get_device_capability(self.device) >= (8, 0):
-            use_packed_attention(unwrapped(model))
+            use_attention(unwrapped(model), PACKED)
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
