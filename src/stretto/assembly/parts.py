@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -20,7 +20,7 @@ from stretto.assembly.environments import turn_ends
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import Overrides
 from stretto.assembly.teachers import check_teachers
-from stretto.config import Config, PipelineConfig, RewardConfig
+from stretto.config import Config, PipelineConfig
 from stretto.errors import ConfigError
 from stretto.models.forward import positions, unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, save_tokenizer, set_checkpointing
@@ -115,7 +115,14 @@ def trained_models(
     ends = overrides.end_tokens
     if ends is None:
         ends = end_token_ids(unwrapped(base), tokenizer) | turn_ends(config, tokenizer)
-    _check_ends(config.reward, config.rollout.stop, ends)
+    if not (ends or config.rollout.stop or config.reward.missing_eos == "off"):
+        raise ConfigError(
+            "no end token and no rollout.stop ends a response, and reward.missing_eos = "
+            f"'{config.reward.missing_eos}' has a penalty for the token limit. Set eos_token in "
+            "the model's tokenizer_config.json, name a string in rollout.stop, or set "
+            "reward.missing_eos = 'off'",
+            "nothing-ends-responses",
+        )
     config.require_positions("the actor", positions(base, generating=True))
     if draft := config.rollout.speculative_model:
         run_models.check_draft(m, draft, tokenizer, say)
@@ -150,17 +157,6 @@ def trained_models(
     for model in filter(None, (actor, critic)):
         set_checkpointing(model, m)
     return PolicyModels(actor, critic, reference, ends)
-
-
-def _check_ends(rule: RewardConfig, stop: Collection[str], end_tokens: Collection[int]) -> None:
-    if not (end_tokens or stop or rule.missing_eos == "off"):
-        raise ConfigError(
-            "no end token and no rollout.stop ends a response, and reward.missing_eos = "
-            f"'{rule.missing_eos}' has a penalty for the token limit. Set eos_token in the model's "
-            "tokenizer_config.json, name a string in rollout.stop, or set "
-            "reward.missing_eos = 'off'",
-            "nothing-ends-responses",
-        )
 
 
 def _check_cuts(

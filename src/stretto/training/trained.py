@@ -67,16 +67,6 @@ def training_mode(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def require_finite_norm(norm: float) -> None:
-    """Raise LearnerError for gradients that would corrupt the weights."""
-    if not math.isfinite(norm):
-        raise LearnerError(
-            f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
-            "training.lr, or look at the rewards and ratios of the last steps",
-            "gradient-not-finite",
-        )
-
-
 def require_trained(name: str, model: nn.Module) -> None:
     """Raise LearnerError for a model without weights to train."""
     if not any(p.requires_grad for p in model.parameters()):
@@ -365,7 +355,12 @@ class TrainedModel(WholeModel):
         else:
             total = torch.tensor(norm, device=self.device)
             nn.utils.clip_grads_with_norm_(self._masters, self._clip, total)
-        require_finite_norm(norm)
+        if not math.isfinite(norm):
+            raise LearnerError(
+                f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
+                "training.lr, or look at the rewards and ratios of the last steps",
+                "gradient-not-finite",
+            )
         with self._gate.passing():
             for group in self._optimizer.param_groups:
                 group["lr"] *= scale  # until the schedule sets the next one

@@ -124,7 +124,13 @@ def _cut(model: nn.Module, stages: int, index: int) -> tuple[Stage, nn.Module]:
     stage = Stage(backbone(clone), index, stages)
     _keep(stage, plan, layers, begin, begin + share + (index < remainder))
     if stage.last:
-        _give_head(stage, clone)
+        lm = unwrapped(clone)
+        if (linear := lm.get_output_embeddings()) is not None:
+            stage.lm_head = linear
+        else:
+            head = scalar_head(clone)
+            name = next(name for name in HEAD_NAMES if getattr(lm, name, None) is head)
+            setattr(stage, name, head)
     parameters = dict(stage.named_parameters())
     stage.names = {name: name_by_id[id(p)] for name, p in parameters.items()}
     stage.tied = _tied(model, decoder, plan) if stages > 1 else frozenset()
@@ -160,17 +166,6 @@ def _keep(stage: Stage, plan: list[str], layers: str, begin: int, end: int) -> N
         body.config.layer_types = types[begin:end]
 
 
-def _give_head(stage: Stage, clone: nn.Module) -> None:
-    lm = unwrapped(clone)
-    linear = lm.get_output_embeddings()
-    if linear is not None:
-        stage.lm_head = linear
-        return
-    head = scalar_head(clone)
-    name = next(name for name in HEAD_NAMES if getattr(lm, name, None) is head)
-    setattr(stage, name, head)
-
-
 def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
     linear = unwrapped(model).get_output_embeddings()
     head_ids = set() if linear is None else {id(p) for p in linear.parameters()}
@@ -196,7 +191,15 @@ def check_cut(model: nn.Module, stages: int) -> None:
     """Check that the stages, one after the other, compute the same as the model. Raises ModelError
     if it has fewer layers than stages, or inseparable parts."""
     parts = [cut(model, stages, index) for index in range(stages)]
-    _check_parameters(model, parts)
+    holders = Counter(name for stage in parts for name in stage.names.values())
+    for name, parameter in model.named_parameters():
+        expected_count = 2 if name in parts[0].tied else 1
+        if parameter.requires_grad and holders[name] != expected_count:
+            raise ModelError(
+                f"parameter '{name}' would be on {holders[name]} of {len(parts)} stages; it must "
+                f"be on {expected_count}. Freeze it, or train without a pipeline",
+                "parameter-on-other-stages",
+            )
     decoder: Any = backbone(model)
     embedding = decoder.get_input_embeddings().weight
     ids = torch.arange(8, device=embedding.device).remainder(embedding.shape[0])[None]
@@ -218,18 +221,6 @@ def check_cut(model: nn.Module, stages: int) -> None:
             "its plan of parts does not say. Train it without a pipeline",
             "stages-compute-otherwise",
         )
-
-
-def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
-    holders = Counter(name for stage in parts for name in stage.names.values())
-    for name, parameter in model.named_parameters():
-        expected = 2 if name in parts[0].tied else 1
-        if parameter.requires_grad and holders[name] != expected:
-            raise ModelError(
-                f"parameter '{name}' would be on {holders[name]} of {len(parts)} stages; it must "
-                f"be on {expected}. Freeze it, or train without a pipeline",
-                "parameter-on-other-stages",
-            )
 
 
 @dataclass(frozen=True, slots=True)
