@@ -120,6 +120,57 @@ def test_passes_wait_for_python_code_of_the_process() -> None:
     assert run(main(0.0)) == pytest.approx([1.0, 2.0])  # roles in processes of their own
 
 
+@pytest.mark.parametrize(
+    ("thread_scaling", "seconds", "expected"),
+    [
+        (0.0, [1.0], [1.0]),  # the driver has the other core
+        (0.0, [1.0, 1.0], [1.25, 1.25]),  # both have one core for 0.5 s
+        (2.0, [1.0, 1.0], [1.0, 1.0]),  # threads of one process are measured together with it
+        (0.0, [0.25], [0.5]),  # ends meanwhile, and the driver hears of it later
+    ],
+)
+def test_the_driver_computes_on_a_core(
+    thread_scaling: float, seconds: list[float], expected: list[float]
+) -> None:
+    async def main() -> list[float]:
+        cores, loop = Cores(2, thread_scaling), asyncio.get_running_loop()
+
+        async def piece(seconds: float) -> float:
+            await cores.work(seconds, 1)
+            return loop.time()
+
+        pieces = [asyncio.create_task(piece(s)) for s in seconds]
+        await asyncio.sleep(0)
+        cores.compute(0.5)
+        return await asyncio.gather(*pieces)
+
+    assert run(main()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("thread_scaling", "expected"),
+    [
+        # Three threads on two cores: 2/3 until 1.5, then the other load on two cores.
+        (0.0, [("work", 0.0, 1.5), ("load", 0.0, 1.5), ("load", 1.5, 2.5)]),
+        (3.0, [("work", 0.0, 1.5), ("load", 0.0, 1.5), ("load", 0.0, 1.5)]),
+    ],
+)
+def test_processes_get_weights_in_turn_from_a_thread_of_the_learners(
+    thread_scaling: float, expected: list[tuple[str, float, float]]
+) -> None:
+    async def main() -> list[tuple[str, float, float]]:
+        spans, cores = Spans(VirtualClock()), Cores(2, thread_scaling)
+        workers = [SimWorker(f"role {i}", [Device(i)], spans, cores=cores) for i in range(3)]
+        loads = [worker.load(1, 1.0) for worker in workers[1:]]
+        await asyncio.gather(workers[0].work("work", 1.0), *loads)
+        return [(span.name, span.start_s, span.end_s) for span in spans.records]
+
+    names = [pytest.approx(times) for _, *times in expected]
+    measured = run(main())
+    assert [name for name, *_ in measured] == [name for name, *_ in expected]
+    assert [times for _, *times in measured] == names
+
+
 def test_work_that_is_broken_off_leaves_its_cores_to_the_others() -> None:
     async def main() -> float:
         shared = Cores(1)
@@ -144,10 +195,13 @@ def test_a_device_is_busy_for_as_long_as_its_work_takes_beside_others() -> None:
     assert run(main()) == pytest.approx([2.0, 2.0])
 
 
-def test_a_call_and_its_answer_are_on_their_way() -> None:
+@pytest.mark.parametrize("cores", [None, 1])
+def test_a_call_and_its_answer_are_on_their_way(cores: int | None) -> None:
+    """Both are work, if roles are processes that share cores."""
+
     async def main() -> tuple[list[tuple[float, float]], float]:
         spans = Spans(VirtualClock())
-        worker = SimWorker("role", [Device(0)], spans, call_s=0.5)
+        worker = SimWorker("role", [Device(0)], spans, cores=cores and Cores(cores), call_s=0.5)
 
         async def call() -> None:
             async with worker.turn("call"):

@@ -144,21 +144,27 @@ def undisturbed(
     if not cores:
         yield from spans
         return
-    changes: defaultdict[float, list[int]] = defaultdict(lambda: [0, 0])
+    in_processes = not thread_scaling
+    changes: defaultdict[float, list[int]] = defaultdict(lambda: [0, 0, 0])
     for span in spans:
         works = not span.waits and span.role not in NO_DEVICES
         span_threads = threads[role_of(span)] if works else 0
+        if works and in_processes and span.name == "load":
+            span_threads += 1  # of the learner's process
+        driver = in_processes and span.role == DRIVER
         for moment_s, sign in ((span.start_s, 1), (span.end_s, -1)):
             changes[moment_s][0] += sign * works
             changes[moment_s][1] += sign * span_threads
+            changes[moment_s][2] += sign * driver
     done_s = at_s = 0.0  # seconds of undisturbed work
-    pieces = busy = 0
+    pieces = busy = drivers = 0
     done: dict[float, float] = {}
     for moment_s in sorted(changes):
-        done_s += (moment_s - at_s) * full_speed(pieces, busy, cores, thread_scaling)
+        left = max(cores - 1, 1) if drivers else cores
+        done_s += (moment_s - at_s) * full_speed(pieces, busy, left, thread_scaling)
         at_s = moment_s
-        more_pieces, more_threads = changes[moment_s]
-        pieces, busy = pieces + more_pieces, busy + more_threads
+        more_pieces, more_threads, more_drivers = changes[moment_s]
+        pieces, busy, drivers = pieces + more_pieces, busy + more_threads, drivers + more_drivers
         done[moment_s] = done_s
     for span in spans:
         yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])

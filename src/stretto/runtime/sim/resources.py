@@ -2,7 +2,8 @@
 
 A *device* runs one call at a time, first come, first served. A *worker* is one role's view of its
 devices: it answers the role's calls in the order in which they were made, and records a span for
-each piece of work. CPU processes, one per device, share the machine's *cores*.
+each piece of work. CPU processes, one per device, share the machine's *cores* with the driver. The
+learner's process sends them weights one after the other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.protocols import Tracer
+from stretto.runtime.sim.loop import spend
 
 
 class Device:
@@ -48,6 +50,12 @@ class Cores:
         self._in_python: set[asyncio.Future[float]] = set()
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self.sending = asyncio.Lock()
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether pieces of work hinder each other only by their need for cores."""
+        return not self._thread_scaling
 
     async def work(self, seconds: float, threads: int, *, in_python: bool = False) -> float:
         """Occupy threads for that work. Return its end, in the past if the loop was busy.
@@ -71,6 +79,19 @@ class Cores:
             self._in_python.discard(done)
             self._plan()
 
+    def compute(self, seconds: float) -> None:
+        """Let the driver compute within a callback, which takes a core from roles in processes of
+        their own. All events wait meanwhile."""
+        self._settle()
+        spend(seconds)
+        if self.in_processes:
+            self._since_s = asyncio.get_running_loop().time()
+            threads = sum(self._threads.values())
+            rate = full_speed(0, threads, max(self._count - 1, 1), 0.0)
+            for piece in self._left_s:
+                self._left_s[piece] -= seconds * rate
+            self._plan()
+
     @property
     def _rate(self) -> float:
         threads = self._threads.values()
@@ -89,8 +110,9 @@ class Cores:
         if self._left_s:
             loop = asyncio.get_running_loop()
             first = min(self._left_s, key=self._left_s.__getitem__)
-            wait_s = max(self._left_s[first], 0.0) / self._rate
-            self._timer = loop.call_later(wait_s, self._end, first)
+            # In the past if the piece ended while the driver computed.
+            end_s = loop.time() + self._left_s[first] / self._rate
+            self._timer = loop.call_at(end_s, self._end, first)
 
     def _end(self, piece: asyncio.Future[float]) -> None:
         del self._left_s[piece]
@@ -102,7 +124,7 @@ class Cores:
 class SimWorker:
     """Runs the calls of one role in order on its devices. A function has no devices. Its threads
     share ``cores`` with other roles. ``None`` means that there are enough cores. Each call spends
-    ``call_s`` in transit, including its answer.
+    ``call_s`` in transit, including its answer, which is work for CPU processes.
     """
 
     role: str
@@ -122,30 +144,49 @@ class SimWorker:
         call's name and main arguments are for logs.
         """
         async with self._turn:
-            if self.call_s:
-                await asyncio.sleep(self.call_s / 2)
+            await self._transit()
             yield
-            if self.call_s:
-                await asyncio.sleep(self.call_s / 2)
+            await self._transit()
+
+    async def _transit(self) -> None:
+        if self.cores and self.cores.in_processes:  # both sides write, read and copy
+            await self.cores.work(self.call_s / 2, 1)
+        elif self.call_s:
+            await asyncio.sleep(self.call_s / 2)
+
+    async def load(self, version: int, seconds: float) -> None:
+        """Load a version of the weights. A thread of the learner's process may have to send it."""
+        if self.cores and self.cores.in_processes:
+            async with self.cores.sending:
+                await self._occupy("load", seconds, self.threads + 1, {"version": version})
+        else:
+            await self.work("load", seconds, version=version)
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
         """Occupy all devices, once they are free, for work of that duration, and record it."""
+        await self._occupy(name, seconds, self.threads, attributes)
+
+    async def _occupy(
+        self, name: str, seconds: float, threads: int, attributes: Mapping[str, Any]
+    ) -> None:
         turn_count = 0
         try:
             for device in self.devices:
                 await device.turn.acquire()
                 turn_count += 1
-            await self._work(name, seconds, attributes)
+            await self._work(name, seconds, threads, attributes)
         finally:
             for device in self.devices[:turn_count]:
                 device.turn.release()
 
-    async def _work(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
+    async def _work(
+        self, name: str, seconds: float, threads: int, attributes: Mapping[str, Any]
+    ) -> None:
         loop, ended_s = asyncio.get_running_loop(), None
         began_s = loop.time()
         try:
             if self.cores:
-                ended_s = await self.cores.work(seconds, self.threads)
+                ended_s = await self.cores.work(seconds, threads)
             else:
                 await asyncio.sleep(seconds)
                 ended_s = began_s + seconds

@@ -122,7 +122,7 @@ class SimScorer:
         """Score with these weights from now on. Invalidates everything prefilled."""
         async with self._worker.turn("load", weights.version):
             if self._role.load_s:
-                await self._worker.work("load", self._role.load_s, version=weights.version)
+                await self._worker.load(weights.version, self._role.load_s)
             self.version = weights.version
             for entry in self._pending.values():
                 entry.cached = 0

@@ -76,16 +76,17 @@ class SimResult:
 class _DriverSpans(Spans):
     """A recorder in virtual time, in which the driver's own work takes its modelled time."""
 
-    def __init__(self, costs: Mapping[str, DriverCost]) -> None:
+    def __init__(self, costs: Mapping[str, DriverCost], cores: Cores | None) -> None:
         super().__init__(VirtualClock())
         self._costs = costs
+        self._compute = cores.compute if cores else spend
 
     @contextmanager
     def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
         with super().span(role, name, **attributes) as record:
             yield record
             if role == DRIVER and name in self._costs:
-                spend(self._costs[name].seconds(attributes["items"]))
+                self._compute(self._costs[name].seconds(attributes["items"]))
 
 
 def simulate(
@@ -111,8 +112,9 @@ def simulate(
 
 async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult:
     clock = VirtualClock()
-    spans = _DriverSpans(cluster.driver)
-    roles = make_roles(cluster, spans)
+    cores = _cores_of(cluster)
+    spans = _DriverSpans(cluster.driver, cores)
+    roles = make_roles(cluster, spans, cores)
     schedule = make_schedule(cluster, roles, spans)
     steps = []
     decisions: list[tuple[int, str]] = []
@@ -198,12 +200,13 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     )
 
 
-def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
-    """Make the description's roles, with its faults, on its devices, in a running loop."""
+def make_roles(cluster: Cluster, tracer: Tracer, cores: Cores | None = None) -> SimRoles:
+    """Make the description's roles, with its faults, on its devices, in a running loop. The driver
+    computes on ``cores``, too, if they are given."""
+    cores = cores or _cores_of(cluster)
     devices = [Device(i) for i in range(cluster.device_count)]
     w = cluster.workload
     lengths, turns = Lengths(w.response_tokens, w.seed), w.turns or (lambda rollout_id: ())
-    cores = Cores(cluster.cores, cluster.thread_scaling) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
         role_devices, call_s = [devices[i] for i in role.devices], cluster.call_s
@@ -229,11 +232,18 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     learner = SimLearner(worker("learner", cluster.learner), cluster.learner)
     environment = None
     if w.episodes and w.episodes.work_s and cores:
-        work = partial(cores.work, w.episodes.work_s, 1, in_python=True)
-        environment = partial(_in_turn, asyncio.Lock(), work)
+        environment = partial(_answered, asyncio.Lock(), cores, w.episodes.work_s)
     return SimRoles(devices, generators, replicas, put(learner, "learner"), environment)
 
 
-async def _in_turn(turn: asyncio.Lock, work: Callable[[], Awaitable[object]]) -> None:
+def _cores_of(cluster: Cluster) -> Cores | None:
+    return Cores(cluster.cores, cluster.thread_scaling) if cluster.cores else None
+
+
+async def _answered(turn: asyncio.Lock, cores: Cores, seconds: float) -> None:
+    """Let the driver, and threads of its process, work on an environment's call."""
+    if cores.in_processes:
+        cores.compute(seconds)
+        return
     async with turn:
-        await work()
+        await cores.work(seconds, 1, in_python=True)
