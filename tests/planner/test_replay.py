@@ -201,7 +201,9 @@ def test_a_call_and_its_answer_are_on_their_way(cores: int | None) -> None:
 
     async def main() -> tuple[list[tuple[float, float]], float]:
         spans = Spans(VirtualClock())
-        worker = SimWorker("role", [Device(0)], spans, cores=cores and Cores(cores), call_s=0.5)
+        worker = SimWorker(
+            "role", [Device(0)], spans, cores=Cores(cores) if cores else None, call_s=0.5
+        )
 
         async def call() -> None:
             async with worker.turn("call"):

@@ -164,7 +164,8 @@ def undisturbed(
         done_s += (moment_s - at_s) * full_speed(pieces, busy, left, thread_scaling)
         at_s = moment_s
         more_pieces, more_threads, more_drivers = changes[moment_s]
-        pieces, busy, drivers = pieces + more_pieces, busy + more_threads, drivers + more_drivers
+        pieces, busy = pieces + more_pieces, busy + more_threads
+        drivers += more_drivers
         done[moment_s] = done_s
     for span in spans:
         yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])
