@@ -59,6 +59,8 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
 """Variants of GRPO, with the knobs of 2026."""
 
 
+OVERCOMMITTED = "overcommit 16"
+"""Or the batch, if that is smaller."""
 MEASURED: Mapping[str, Mapping[str, Any]] = {
     REFERENCE: SCHEDULES[REFERENCE],
     "auto, 0": {"schedule__preset": "auto"},
@@ -66,7 +68,7 @@ MEASURED: Mapping[str, Mapping[str, Any]] = {
     "sync again": SCHEDULES[REFERENCE],
     "async": SCHEDULES["async"],
     "oppo-no-intra": {**SCHEDULES["oppo-no-intra"], "schedule__max_carries": 1},
-    "overcommit 16": {"schedule__overcommit": 16, "schedule__max_carries": 1},
+    OVERCOMMITTED: {"schedule__max_carries": 1},
     "sync at the end": SCHEDULES[REFERENCE],
 }
 """'auto' with its bounds on data age, and fixed knobs within the second one. Each is compared with
@@ -160,6 +162,8 @@ def measured_auto(args: argparse.Namespace) -> None:
         warm = warmed(config)
         speeds: dict[str, list[float]] = {}
         for name, variant in MEASURED.items():
+            if name == OVERCOMMITTED:
+                variant = {**variant, "schedule__overcommit": min(16, config.rollout.batch)}
             folder = trained(config, variant, f"measured-{recipe}-{seed}-{name}", warm)
             steps = [m for m in RunDirectory.open(folder).read_metrics() if m["step"]]
             speeds[name] = [_tuned.rate(steps), _tuned.rate(steps, late)]
