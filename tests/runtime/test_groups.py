@@ -54,6 +54,7 @@ from stretto.runtime.placement import ProcessPlacement
 from stretto.runtime.processes import LAUNCHERS, Launcher
 from stretto.runtime.role_services import FollowerService
 from stretto.runtime.run import Run, start
+from stretto.runtime.weight_sync import WeightSync
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.connection import NotConnectedError
@@ -679,6 +680,23 @@ def test_a_process_that_dies_while_the_run_starts_is_started_again(
         assert run.workers.executors["learner"].generation == 0
         run.workers.close()
     assert killed
+
+
+def test_generators_and_critics_get_the_first_weights(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM starts without weights."""
+    load_all, followers = WeightSync.load_all, list[str]()
+
+    def recorded(self: WeightSync, refs: Mapping[str, WeightsRef]) -> None:
+        followers.extend(self._models)
+        load_all(self, refs)
+
+    monkeypatch.setattr(WeightSync, "load_all", recorded)
+    with ExitStack() as stack:
+        run = start(settings(tiny_folder, runtime="local"), stack, lambda _: None)
+        run.workers.close()
+    assert followers == ["generator", "critic"]
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,8 @@ def start(
     sync = _open_sync(config, workers, spans, stack, say)
     kv_router = KVRouter(sync.meeting) if sync.meeting else None
     clients = _Clients(config, workers, sync, kv_router, spans, gate)
+    # All followers must be known before the first weights are sent.
+    generators = [clients.generator(name) for name in generator_names(config.rollout.engines)]
     replicas = [clients.function(f, say) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
         replicas.append(clients.function(verifier, say, held_out=True))
@@ -254,7 +256,7 @@ def start(
             sync.load_all(workers.ready.refs)
     schedule = Schedule(
         prompts.next,
-        [clients.generator(name) for name in generator_names(config.rollout.engines)],
+        generators,
         replicas,
         LearnerClient(LEARNER, LEARNER, workers.executors[LEARNER], spans, gate),
         clients.controls(judges, costs_of),
