@@ -227,15 +227,35 @@ def test_a_run_that_is_too_short_for_two_searches_makes_one(
     searches: list[int] = []
     search = AutoTuner._search
 
-    def counted(self: AutoTuner) -> tuple[RoundKnobs, float]:
+    def counted(self: AutoTuner, rounds: int) -> tuple[RoundKnobs, float]:
         searches.append(self._round)
-        return search(self)
+        return search(self, rounds)
 
     monkeypatch.setattr(AutoTuner, "_search", counted)
     monkeypatch.setattr(AutoTuner, "_drifted", True)
     monkeypatch.setattr(tuning, "SHARE", 0.0)
     simulate(cluster(LENGTHS["tail"], schedule=ScheduleConfig(preset="auto")))
     assert searches == [5]
+
+
+@pytest.mark.parametrize(("rounds", "searched"), [(5, 5), (4, 4), (3, 3), (2, 0)])
+def test_a_search_simulates_as_many_rounds_as_fit(
+    rounds: int, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 5 five rounds are known. A search takes two more, and at least three known ones."""
+    searches: list[int] = []
+    search = AutoTuner._search
+
+    def counted(self: AutoTuner, rounds: int) -> tuple[RoundKnobs, float]:
+        searches.append(rounds)
+        return search(self, rounds)
+
+    monkeypatch.setattr(AutoTuner, "_search", counted)
+    monkeypatch.setattr(tuning, "SHARE", 0.0)
+    first_s = tuning.SEARCHED * (2 + rounds) * (0.0015 + 0.00012 * BATCH)
+    monkeypatch.setattr(tuning, "FIRST_S", 1.001 * first_s)
+    simulate(cluster(LENGTHS["tail"], schedule=ScheduleConfig(preset="auto")))
+    assert searches[:1] == ([searched] if searched else [])
 
 
 def test_a_turn_takes_as_long_to_simulate_as_three_responses() -> None:
@@ -266,7 +286,7 @@ def test_trials_of_overcommitment_end_after_an_even_number_of_rounds(
     def speedup(self: AutoTuner, before: RoundKnobs) -> float:
         return ratios.get(len(self._measured), 1.0)
 
-    monkeypatch.setattr(AutoTuner, "_search", lambda self: (better, 1.2))
+    monkeypatch.setattr(AutoTuner, "_search", lambda self, rounds: (better, 1.2))
     monkeypatch.setattr(AutoTuner, "_speedup", speedup)
     schedule = ScheduleConfig(preset="auto", max_staleness=1)
     tried, kept = simulate(cluster(LENGTHS["tail"], schedule=schedule)).decisions[:2]

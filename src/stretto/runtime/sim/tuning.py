@@ -168,16 +168,18 @@ class AutoTuner(Stateful):
         to_come = self._rounds_in_all - self._round
         if self._lost_rounds >= LOSS * self._rounds_in_all or to_come <= MOST_ROUNDS:
             return
-        search_s = SEARCHED * self._seconds_to_simulate(WARM // 2 + self._rounds_known)
         most_s = SHARE * self._elapsed_s / self._round * self._rounds_in_all
         if not self._simulated_s:
             most_s = max(most_s, FIRST_S)
-        if self._simulated_s + search_s > most_s:
-            return
+        rounds = self._rounds_known
+        while self._simulated_s + self._seconds_to_search(rounds) > most_s:
+            rounds -= 1
+            if rounds < LEAST_ROUNDS:
+                return
         self._due = self._round + EVERY
         self._decided = [self._mean_length, speed(self._measured)]
         try:
-            best, self._predicted = self._search()
+            best, self._predicted = self._search(rounds)
         except StrettoError:  # too little has been recorded
             self._due = self._round + 1
             return
@@ -226,13 +228,14 @@ class AutoTuner(Stateful):
         expected = self._simulated(self._cluster, before, responses, len(counts))
         return speed(self._measured) / (expected * self._correction)
 
-    def _search(self) -> tuple[RoundKnobs, float]:
-        """Return the best knobs by simulation, and their speedup. One group of knobs is changed at
-        a time, until no change is faster. Groups that hardly matter return to the present knobs."""
+    def _search(self, rounds: int) -> tuple[RoundKnobs, float]:
+        """Return the best knobs by simulation of the latest rounds, and their speedup. One group
+        of knobs is changed at a time, until no change is faster. Groups that hardly matter return
+        to the present knobs."""
         cluster = self._cluster = self._costs.cluster(self._round)
         current = RoundKnobs(*self._current)
         speeds: dict[RoundKnobs, float] = {}
-        responses, rounds = sorted(self._responses), self._rounds_known
+        responses = sorted(self._responses[-rounds * self._size :])
 
         def simulated(knobs: RoundKnobs) -> float:
             if knobs not in speeds:
@@ -285,6 +288,9 @@ class AutoTuner(Stateful):
     @property
     def _rounds_known(self) -> int:
         return max(1, min(REMEMBERED, len(self._responses) // self._size))
+
+    def _seconds_to_search(self, rounds: int) -> float:
+        return SEARCHED * self._seconds_to_simulate(WARM // 2 + rounds)
 
     def _seconds_to_simulate(self, rounds: int) -> float:
         turns = fmean(len(turns) for *_, turns in self._responses)
