@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,9 +242,7 @@ def start(
         workers = ThreadWorkers(config, overrides, stack, say, prompts, gate)
     spans = Spans(RealClock(), workers.devices, workers.processes)
     sync = _open_sync(config, workers, spans, stack, say)
-    kv_router = KVRouter(sync.meeting) if sync.meeting else None
-    clients = _Clients(config, workers, sync, kv_router, spans, gate)
-    # All followers must be known before the first weights are sent.
+    clients = _Clients(config, workers, sync, spans, gate)
     generators = [clients.generator(name) for name in generator_names(config.rollout.engines)]
     replicas = [clients.function(f, say) for f in functions if f not in judges]
     if held_out and (verifier := held_out.verifier):
@@ -253,7 +251,7 @@ def start(
     replicas += [clients.model(p, overrides, say) for p in workers.scorers]
     if workers.groups:
         with working(say, "syncing the first weights"):
-            sync.load_all(workers.ready.refs)
+            sync.load_all(workers.ready.refs)  # to the roles of all clients so far
     schedule = Schedule(
         prompts.next,
         generators,
@@ -307,9 +305,12 @@ class _Clients:
     config: Config
     workers: Workers
     sync: WeightSync
-    kv_router: KVRouter | None
     spans: Spans
     gate: EventGate
+
+    @cached_property
+    def kv_router(self) -> KVRouter | None:
+        return KVRouter(self.sync.meeting) if self.sync.meeting else None
 
     def generator(self, name: str) -> Generator:
         executor = self.workers.executors[name]
