@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from dataclasses import replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -389,6 +390,13 @@ def test_a_run_over_crowded_processes_predicts_itself_and_another_placement(pres
     for config in (apart, together):
         truth = simulate(crowded(config)).makespan_s
         assert simulate(run.cluster(config)).makespan_s == pytest.approx(truth, rel=0.01)
+
+
+def test_generator_and_critic_in_processes_load_weights_in_turn() -> None:
+    spans = simulate(crowded(settings())).spans
+    loads = sorted((s for s in spans if s.name == "load"), key=lambda s: s.start_s)
+    assert {s.role for s in loads} == {"generator", "critic"}
+    assert all(a.end_s <= b.start_s for a, b in pairwise(loads))
 
 
 @pytest.mark.parametrize("preset", ["sync", "async"])

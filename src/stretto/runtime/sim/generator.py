@@ -411,7 +411,7 @@ class SimGenerator:
 
     async def load(self, weights: WeightsRef) -> None:
         async with self.worker.turn("load", weights.version):
-            await self.worker.work("load", self._cost.load_s, version=weights.version)
+            await self.worker.load(weights.version, self._cost.load_s)
             self.version = weights.version
             if self.carry == "recompute":
                 self._on_host.clear()
