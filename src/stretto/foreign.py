@@ -12,6 +12,10 @@ RENAMED = {
     "task.answer_column": "task.columns",
     "schedule.batches_per_handover": "schedule.weight_sync_interval",
     "cluster.handover_timeout_s": "cluster.weight_sync_timeout_s",
+    "cluster.processes.fsdp": "cluster.processes.layout",
+    "cluster.processes.tp": "cluster.processes.layout",
+    "pipeline.actor_stages": "pipeline.stage_counts",
+    "pipeline.critic_stages": "pipeline.stage_counts",
 }
 """Names of settings in earlier versions, with their present names."""
 

@@ -256,7 +256,7 @@ def test_the_page_on_gpus_has_the_plan_of_fused_pipelines_on_64() -> None:
 def test_what_a_recipe_says_of_processes_is_replaced() -> None:
     own = {
         "runtime": "local",
-        "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]},
+        "cluster": {"processes": [{"roles": ["learner"], "ranks": 2}]},
         "rollout": {"batch": 32, "engines": 2},
     }
     config = changes.changed(PPO, own, "a test")

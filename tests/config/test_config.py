@@ -256,10 +256,11 @@ def test_a_model_that_proposes_tokens_needs_a_number_and_a_whole_engine() -> Non
         recipes.build({"rollout": {"engine_args": args}}, "here")
     args["speculative_tokens"] = 4
     assert recipes.build({"rollout": {"engine_args": args}}, "x").rollout.speculative_model
-    sliced = {"runtime": "local", "cluster": {"processes": [{"roles": ["generator"], "tp": 2}]}}
+    slices = {"ranks": 2, "layout": {"generator": {"tp": 2}}}
+    sliced = {"runtime": "local", "cluster": {"processes": [{"roles": ["generator"], **slices}]}}
     with raises(ConfigError, "draft-in-slices", "tp = 2"):
         recipes.build({"rollout": {"engine_args": args}, **sliced}, "here")
-    judge = {"processes": [{"roles": ["model:a-generator"], "tp": 2}]}
+    judge = {"processes": [{"roles": ["model:a-generator"], "ranks": 2}]}
     reward = {"sources": ["model:a-generator"]}
     whole = {"runtime": "local", "reward": reward, "cluster": judge}
     recipes.build({"rollout": {"engine_args": args}, **whole}, "here")
@@ -529,7 +530,7 @@ def test_vllm_has_processes_of_its_own() -> None:
     data: dict[str, Any] = {"rollout": {"engine": "vllm", "engine_args": {"block_size": 32}}}
     with raises(ConfigError, "vllm-without-processes", "`runtime = local`"):
         recipes.build(data, "here")
-    together = {"processes": [{"roles": ["learner", "generator"], "fsdp": 2}]}
+    together = {"processes": [{"roles": ["learner", "generator"], "ranks": 2}]}
     for runtime in ("local", "ray"):
         assert recipes.build({**data, "runtime": runtime}, "here").rollout.engine == "vllm"
         with raises(ConfigError, "vllm-beside-learner"):
@@ -572,7 +573,11 @@ def test_reward_models_count_with_their_own_size() -> None:
 
 @pytest.mark.parametrize(("former", "now"), recipes.RENAMED.items())
 def test_former_names_of_settings_lead_to_present_ones(former: str, now: str) -> None:
-    section, name = former.split(".")
+    section, *table, name = former.split(".")
+    settings: dict[str, Any] = {name: 1}
+    if table:
+        settings = {table[0]: [{"roles": ["learner"], **settings}]}
+        former = f"{section}.{table[0]}.0.{name}"
     with raises(ConfigError, "extra_forbidden", f"'{former}'", f"called `{now}` now"):
-        recipes.build({section: {name: 1}}, "here")
+        recipes.build({section: settings}, "here")
     assert any(now.startswith(known) for known in recipes.setting_names())

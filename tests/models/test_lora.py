@@ -470,7 +470,7 @@ def drawn(model: nn.Module, kind: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM")
         ("4bit-in-parts", {"pipeline": {"ranks": 2}}),
         (
             "4bit-in-parts",
-            {"runtime": "local", "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}},
+            {"runtime": "local", "cluster": {"processes": [{"roles": ["learner"], "ranks": 2}]}},
         ),
     ],
 )

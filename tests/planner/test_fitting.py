@@ -91,7 +91,8 @@ def test_each_role_takes_what_it_holds() -> None:
 def test_shards_and_slices_hold_their_parts() -> None:
     """Four ranks of all roles: layers in two slices of the learner, each in two shards."""
     roles = ["learner", "generator", "reference", "critic"]
-    by_device = found(4, cluster={"processes": [{"roles": roles, "fsdp": 2, "tp": 2}]})
+    process = {"roles": roles, "ranks": 4, "layout": {"learner": {"fsdp": 2, "tp": 2}}}
+    by_device = found(4, cluster={"processes": [process]})
     assert len(by_device) == 4
     held = by_device["cuda:0"].held
     slices = 2 * LAYER / 2 + ROOT
@@ -127,7 +128,7 @@ def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int
 
 def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradients() -> None:
     config = Config.model_validate(
-        {"runtime": "local", "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}}
+        {"runtime": "local", "cluster": {"processes": [{"roles": ["learner"], "ranks": 2}]}}
     )
     found = places(config, 8, 5)
     (adapted, *_), (whole, *_) = (
@@ -178,7 +179,7 @@ def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:
 def test_what_rests_on_the_host_counts_in_its_phases() -> None:
     """In shards: moments, not masters and gradients; on a CPU nothing is gained."""
     roles = ["learner", "generator", "reference", "critic"]
-    process = {"roles": roles, "fsdp": 2, "offload": True}
+    process = {"roles": roles, "ranks": 2, "offload": True}
     load = found(2, cluster={"processes": [process]})["cuda:0"]
     actor, slices = 2 * LAYER + ROOT, 2 * LAYER / 2 + ROOT
     states = 16 * (2 * actor + 8) / 2
@@ -252,7 +253,7 @@ def fitted_to(gpus: int, gigabytes: int, **settings: Any) -> tuple[Config, list[
     return config, RunMemory(config).loads(found, shapes, 2, adapters, room)
 
 
-FSDP: dict[str, Any] = {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 4}]}}
+FSDP: dict[str, Any] = {"cluster": {"processes": [{"roles": ["learner"], "ranks": 4}]}}
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ def test_references_of_adapters_in_the_learners_shards_take_nothing() -> None:
     """Two ranks, 100 adapters: without a reference, only the gathered layers are fewer."""
     loads = []
     for roles in (["learner", "reference"], ["learner"]):
-        process = {"roles": roles, "fsdp": 2}
+        process = {"roles": roles, "ranks": 2}
         cluster = {"processes": [process]}
         config = Config.model_validate({"runtime": "local", "cluster": cluster, "model": LORA})
         counted = RunMemory(config).loads(places(config, 8, 5), SHAPES, 2, Adapters(100, 0))
@@ -527,7 +528,7 @@ def test_open_settings_are_settled_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatc
     assert "not fitted" in said[-1]
 
 
-BESIDE = {"roles": ["learner", "generator"], "fsdp": 2}
+BESIDE = {"roles": ["learner", "generator"], "ranks": 2}
 
 
 @pytest.mark.parametrize(
@@ -565,7 +566,7 @@ def test_passes_are_fitted_to_gpus_that_only_a_cluster_has(monkeypatch: pytest.M
             "model": {"name": QWEN, "device": "cuda"},
             "algorithm": {"name": "grpo", "kl_coef": 0},
             "rollout": {"engines": 2, "samples_per_prompt": 4},
-            "cluster": {"address": "auto", "processes": [{"roles": ["learner"], "fsdp": 8}]},
+            "cluster": {"address": "auto", "processes": [{"roles": ["learner"], "ranks": 8}]},
         }
     )
     said = list[str]()

@@ -557,7 +557,7 @@ def test_functions_work_beside_all_others_and_a_run_without_overlap_has_one_work
 
 def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
     config = settings(schedule=ScheduleConfig())
-    sharded = ClusterConfig.model_validate({"processes": [{"roles": ["learner"], "fsdp": 2}]})
+    sharded = ClusterConfig.model_validate({"processes": [{"roles": ["learner"], "ranks": 2}]})
     run = recording(config, crowded(config))
     with raises(ConfigError, "cuts-not-recorded", "{'learner': '{ fsdp = 2 }'}"):
         run.cluster(settings(schedule=ScheduleConfig(), cluster=sharded))

@@ -37,7 +37,7 @@ from stretto.runs import evaluating
 from stretto.runtime.run import Run
 from stretto.types import FinishReason, Score
 
-DIVIDED = {"processes": [{"roles": ["learner", "generator", "reference", "critic"], "fsdp": 2}]}
+DIVIDED = {"processes": [{"roles": ["learner", "generator", "reference", "critic"], "ranks": 2}]}
 WORDS = {"name": "spell_backward", "settings": {}, "size": 50}
 
 

@@ -348,7 +348,7 @@ def test_scorers_have_layouts_of_their_own_in_the_learners_ranks(
 def test_a_critic_without_a_copy_has_the_learners_version_alone(tiny_folder: Path) -> None:
     """It is the learner's. As its shards are gathered, it does not stream, and says so once."""
     roles = ("learner", "generator", "reference", "critic")
-    processes = [{"roles": roles, "fsdp": 2}]
+    processes = [{"roles": roles, "ranks": 2}]
     config = settings(
         tiny_folder, runtime="local", schedule={"preset": "oppo"}, cluster={"processes": processes}
     )

@@ -27,6 +27,8 @@ from stretto.runtime.placement import (
 from stretto.runtime.processes import RayLauncher
 from stretto.workers.rank import GroupSpec
 
+SLICES: dict[str, Any] = {"ranks": 2, "layout": {"generator": {"tp": 2}}}
+
 
 def config(**settings: Any) -> Config:
     return Config.model_validate({"runtime": "local", **settings})
@@ -104,7 +106,7 @@ def test_processes_by_hand_come_first_and_the_rest_goes_by_the_rule() -> None:
 
 
 def test_copies_of_a_scorer_have_a_process_each_and_numbers() -> None:
-    copies = [{"roles": [f"reference {i}", f"critic {i}"], "tp": 2} for i in range(2)]
+    copies = [{"roles": [f"reference {i}", f"critic {i}"], "ranks": 2} for i in range(2)]
     settings = config(cluster={"processes": copies}, reward={"sources": ("model:rm",)})
     found = places(settings, 4, 8)
     assert [tuple(placed.role for placed in place.roles) for place in found] == [
@@ -131,7 +133,7 @@ def test_copies_of_a_scorer_have_a_process_each_and_numbers() -> None:
             ("copies-not-numbered", "critic, critic 0"),
         ),
         ([{"roles": ["critic x"]}], ("unknown-role", "'critic x'")),
-        ([{"roles": ["learner"], "fsdp": 3, "device": ""}], ("too-few-gpus", "3 ranks", "2 GPUs")),
+        ([{"roles": ["learner"], "ranks": 3, "device": ""}], ("too-few-gpus", "3 ranks", "2 GPUs")),
     ],
 )
 def test_impossible_placements_are_refused(processes: Any, message: tuple[Any, ...]) -> None:
@@ -149,12 +151,14 @@ def test_impossible_placements_are_refused(processes: Any, message: tuple[Any, .
             {"processes": [{"roles": ["learner", "generator 0"]}]},
             "is what runtime = 'inline' does; .* set ranks to share several .with pipelines: ranks",
         ),
-        ({"processes": [{"roles": ["learner"], "fsdp": True}]}, "layout.learner has fsdp = true"),
+        (
+            {"processes": [{"roles": ["a"], "ranks": 2, "layout": {"a": {"fsdp": True}}}]},
+            "layout.a has fsdp = true; write a number, as in fsdp = 4",
+        ),
         (
             {"processes": [{"roles": ["a"], "ranks": 2, "layout": {"a": {"tp": False}}}]},
             "layout.a has tp = false; write a number, as in tp = 4",
         ),
-        ({"processes": [{"roles": ["a 1"], "ranks": 2, "tp": 2}]}, "as in layout.a = { tp = 2 }"),
         ({"processes": [{"roles": ["generator 0", "generator 1"]}]}, "two generators in one"),
         ({"processes": [{"roles": ["critic"], "offload": True}]}, "the critic has these processes"),
         ({"address": "somewhere"}, "is no address"),
@@ -180,8 +184,8 @@ def test_waste_is_remarked_on() -> None:
 
 
 def test_offload_that_gains_nothing_is_remarked_on() -> None:
-    process = {"roles": ["learner", "generator", "reference", "critic"], "offload": True, "fsdp": 2}
-    cluster = {"processes": [process]}
+    roles = ["learner", "generator", "reference", "critic"]
+    cluster = {"processes": [{"roles": roles, "offload": True, "ranks": 2}]}
     taking_turns = config(cluster=cluster)
     assert places(taking_turns, 2, 2)[0].offload
     assert not remarks_on(taking_turns, 2, 2)
@@ -287,7 +291,6 @@ def test_engines_in_one_group_host_a_copy_of_each_scorer() -> None:
         ({"layout": {"critic": {"dp": 2, "fsdp": 2}}}, "leave dp out"),
         ({"layout": {"learner": {"fsdp": 0}}}, "each number is 1 or more"),
         ({"layout": {"learner": {"shards": 4}}}, "shards"),
-        ({"fsdp": 4}, "layout.learner = { fsdp = 4 }"),
     ],
 )
 def test_an_impossible_layout_is_refused(process: dict[str, Any], remedy: str) -> None:
@@ -309,19 +312,6 @@ def test_engines_are_the_copies_of_the_generator(
         places(settings, 8, 0)
 
 
-def test_older_files_give_shards_and_slices_of_a_process() -> None:
-    older = [
-        {"roles": ["learner", "generator"], "fsdp": 2, "tp": 2},
-        {"roles": ["critic"], "tp": 2},
-    ]
-    layout = {"learner": {"fsdp": 2, "tp": 2}}
-    newer = [
-        {"roles": ["learner", "generator"], "ranks": 4, "layout": layout},
-        {"roles": ["critic"], "ranks": 2, "layout": {"critic": {"tp": 2}}},
-    ]
-    assert config(cluster={"processes": older}) == config(cluster={"processes": newer})
-
-
 @pytest.mark.parametrize(
     ("roles", "schedule", "expected"),
     [
@@ -333,13 +323,13 @@ def test_older_files_give_shards_and_slices_of_a_process() -> None:
 def test_weights_are_shared_with_those_that_are_never_behind(
     roles: list[str], schedule: dict[str, Any], expected: bool
 ) -> None:
-    c = config(cluster={"processes": [{"roles": roles, "fsdp": 2}]}, schedule=schedule)
+    c = config(cluster={"processes": [{"roles": roles, "ranks": 2}]}, schedule=schedule)
     assert shares_weights(c.schedule.knobs, places(c, 8, 0)) == expected
 
 
 def test_generators_between_which_rollouts_move_have_equally_many_ranks() -> None:
     given: dict[str, Any] = {
-        "cluster": {"processes": [{"roles": ["generator 0"], "tp": 2}]},
+        "cluster": {"processes": [{"roles": ["generator 0"], **SLICES}]},
         "rollout": {"engines": 2},
     }
     moving = config(**given, schedule={"preset": "rlhfuse"})
@@ -350,7 +340,8 @@ def test_generators_between_which_rollouts_move_have_equally_many_ranks() -> Non
 
 
 def test_a_scorer_that_no_process_names_sits_with_generators_that_are_placed_by_hand() -> None:
-    c = config(cluster={"scorers": "generators", "processes": [{"roles": ["generator"], "tp": 2}]})
+    process = {"roles": ["generator"], **SLICES}
+    c = config(cluster={"scorers": "generators", "processes": [process]})
     (generator,) = [p for p in places(c, 8, 0) if p.roles[0].role == "generator"]
     assert [placed.role for placed in generator.roles] == ["generator", "reference", "critic"]
 
@@ -389,7 +380,7 @@ def test_on_ray_each_rank_that_uses_a_gpu_has_one_and_others_have_none(
     launcher.gpus = 8
     generators = [{"roles": [f"generator {i}"]} for i in range(4)]
     scorers = [{"roles": [name], "device": "cpu"} for name in ("reference", "critic")]
-    processes = [{"roles": ["learner"], "fsdp": 4}, *generators, *scorers]
+    processes = [{"roles": ["learner"], "ranks": 4}, *generators, *scorers]
     settings = config(rollout={"engines": 4}, cluster={"processes": processes})
     found = places(settings, 8, 8)
     gpus = [device for process in found for device in process.devices if device != "cpu"]
@@ -398,7 +389,8 @@ def test_on_ray_each_rank_that_uses_a_gpu_has_one_and_others_have_none(
         launcher.prepare(found, stack)
     assert [bundle.gpus for bundle in opened] == [1.0] * 8 + [0.0] * 2
     opened.clear()
-    processes = [{"roles": ["learner"], "fsdp": 2, "tp": 2}, {"roles": ["generator"], "tp": 4}]
+    layouts = {"learner": {"fsdp": 2, "tp": 2}, "generator": {"tp": 4}}
+    processes = [{"roles": [role], "ranks": 4, "layout": {role: layouts[role]}} for role in layouts]
     found = places(config(cluster={"processes": [*processes, *scorers]}), 8, 8)
     with ExitStack() as stack:
         launcher.prepare(found, stack)
@@ -425,7 +417,7 @@ def test_ranks_that_are_placed_on_a_gpu_share_its_bundle_on_ray(
         "stretto.workers.ray_cluster.ActorProcesses",
         lambda spec, cluster, places, share, python: launched.append((places, share)),
     )
-    processes = [{"roles": ["learner"], "fsdp": 4, "threads": 4}]
+    processes = [{"roles": ["learner"], "ranks": 4, "threads": 4}]
     processes += [{"roles": [f"generator {i}"], "device": "cuda"} for i in range(4)]
     settings = config(
         runtime="ray",

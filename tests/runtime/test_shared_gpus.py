@@ -71,7 +71,7 @@ def opened(workers: ProcessWorkers, fails: str = "") -> list[tuple[str, str]]:
 
 
 ENGINES = {"engine": "vllm", "engines": 4}
-SHARED: dict[str, Any] = {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}}
+SHARED: dict[str, Any] = {"cluster": {"processes": [{"roles": ["learner"], "ranks": 2}]}}
 
 
 def test_vllm_starts_last_and_alone_on_its_gpu() -> None:

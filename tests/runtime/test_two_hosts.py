@@ -40,7 +40,7 @@ engines = 2
 address = "auto"
 [[cluster.processes]]
 roles = ["learner"]
-fsdp = 2
+ranks = 2
 """
 
 

@@ -196,8 +196,8 @@ def test_it_takes_the_parts_of_a_learners_ranks_in_slices_of_its_own(
 ) -> None:
     """Two ranks of the learner have rows each; two of vLLM's cut what they make whole."""
     processes = [
-        {"roles": ["generator"], "python": PYTHON, "tp": 2},
-        {"roles": ["learner"], "fsdp": 2},
+        {"roles": ["generator"], "python": PYTHON, "ranks": 2},
+        {"roles": ["learner"], "ranks": 2},
     ]
     config = vllm_settings(tiny_folder, steps=2, cluster={"processes": processes})
     check(run(config, tmp_path)[0], steps=2)

@@ -270,7 +270,7 @@ def test_what_an_environment_opened_with_is_in_the_log_that_it_is_resumed_with()
     assert opening.prompt == rollout.prompt
 
 
-def test_a_rollout_of_an_older_checkpoint_goes_on() -> None:
+def test_a_rollout_of_an_episode_goes_on_from_its_state() -> None:
     turn, answer = {"role": "assistant", "content": "2"}, {"role": "user", "content": "?"}
     observation = {
         "rollout_id": 4, "number": 0, "tokens": [], "reward": None, "ended_by": "", "messages": [],
@@ -288,7 +288,7 @@ def test_a_rollout_of_an_older_checkpoint_goes_on() -> None:
         "turn_rewards": [0.5], "ended_by": "environment", "left": [turn],
         "log": [observation, {**observation, **answered}],
     }  # fmt: skip
-    rollout = Rollout.from_state({**state, "episode": episode}, Prompt(2, (1,), "go"))
+    rollout = Rollout.from_state({**state, **episode}, Prompt(2, (1,), "go"))
     expected = {**state, **episode, "rejected_because": ""}
     assert parse(dumps(rollout.state_dict())) == parse(dumps(expected))
     assert (rollout.finish, rollout.left) == (FinishReason.STOP, (turn,))

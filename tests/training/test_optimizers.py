@@ -49,7 +49,7 @@ def test_bitsandbytes_is_asked_for_where_it_is_missing(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "sections",
     [
-        {"cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}},
+        {"cluster": {"processes": [{"roles": ["learner"], "ranks": 2}]}},
         {"cluster": {"processes": [{"roles": ["learner", "reference"], "offload": True}]}},
         {"pipeline": {"ranks": 2}, "runtime": "inline"},
     ],

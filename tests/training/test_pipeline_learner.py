@@ -664,7 +664,7 @@ def test_a_model_of_the_caller_is_trained_by_stages(tiny_folder: Path, tmp_path:
     ("sections", "message"),
     [
         ({"pipeline": {"ranks": 1}}, "one stage of a model, which is no pipeline"),
-        ({"pipeline": {"ranks": 4, "actor_stages": 3}}, r"actor \(3\): pipelines of so many"),
+        ({"pipeline": {"ranks": 4, "stage_counts": [3, 0]}}, r"actor \(3\): pipelines of so many"),
         (
             {"pipeline": {"ranks": 6, "stage_slices": (2, 3)}},
             "one number must divide the other, and the larger one",

@@ -125,11 +125,12 @@ def test_services_hold_nothing_before_they_divide(
     two: RankGroup, name: str, role: str, folders: dict[str, Path]
 ) -> None:
     """The learner too has actor, critic and reference then."""
-    ranks = {"fsdp": 2} if role == "learner" else {"tp": 2}
+    layout = {"fsdp": 2} if role == "learner" else {"tp": 2}
+    process = {"roles": [role], "ranks": 2, "layout": {role: layout}}
     config = settings(
         folders[name],
         runtime="local",
         model={"name": str(folders[name]), "dtype": "bfloat16"},
-        cluster=ClusterConfig.model_validate({"processes": [{"roles": [role], **ranks}]}),
+        cluster=ClusterConfig.model_validate({"processes": [process]}),
     )
     assert max(two.call(MappedRank.served, config, role)) <= SMALL

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator
 
 from stretto.config.sections import (
     NonNegativeInt,
@@ -83,26 +83,6 @@ class ProcessConfig(Section):
     """Keep frozen weights and optimizer states of idle roles in the host's memory, pinned for GPUs.
     For roles that take turns: the tensors return before the role's turn, if possible while the
     previous role works."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_older_files(cls, data: Any) -> Any:
-        """Read ``fsdp`` and ``tp``, which gave ranks and the learner's layout in older files."""
-        if not isinstance(data, dict) or not {"fsdp", "tp"} & data.keys():
-            return data
-        sizes = {name: data[name] for name in ("fsdp", "tp") if name in data}
-        roles = data.get("roles") or [LEARNER]
-        kinds = [LEARNER] if LEARNER in roles else [*map(_kind, roles)]
-        if "ranks" in data or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
-            written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            raise RuleError(
-                f"cluster.processes: {written} belongs to the layout of a role; write it as in "
-                f"layout.{kinds[0]} = {{ {written} }}",
-                "sizes-outside-layout",
-            )
-        rest = {name: value for name, value in data.items() if name not in sizes}
-        ranks = sizes.get("fsdp", 1) * sizes.get("tp", 1)
-        return {**rest, "ranks": ranks, "layout": dict.fromkeys(kinds, sizes)}
 
     @property
     def generates(self) -> bool:

@@ -194,7 +194,7 @@ def code_of(fault: ErrorDetails) -> str:
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     """Name the settings probably meant by an unknown name, which is a section's if ``table``."""
     settings, leaf = setting_names(kind), key.rpartition(".")[2].replace("-", "_")
-    if now := RENAMED.get(key):
+    if now := RENAMED.get(re.sub(r"\.\d+\.", ".", key)):
         return f"It is called `{now}` now."
     if table and "." not in key:
         return nearest(key, {name.partition(".")[0] for name in settings if "." in name})

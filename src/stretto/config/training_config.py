@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stretto.config.sections import (
     ModelConfig,
@@ -115,16 +115,6 @@ class PipelineConfig(Section):
     seconds: Seconds = 2.0
     """Time limit of a search for a fused schedule, in seconds. Searches run for each new number of
     micro-batches, and again once latencies are measured."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_older_files(cls, data: Any) -> Any:
-        """Read ``actor_stages`` and ``critic_stages`` of older files as ``stage_counts``."""
-        names = ("actor_stages", "critic_stages")
-        if not isinstance(data, dict) or "stage_counts" in data or not {*names} & data.keys():
-            return data
-        rest = {name: value for name, value in data.items() if name not in names}
-        return {**rest, "stage_counts": tuple(data.get(name, 0) for name in names)}
 
     def slices_of(self, model: Trained) -> int:
         return self.stage_slices[model == "critic"]

@@ -260,7 +260,6 @@ class Rollout:
                 "rows in the order of Python sets need PYTHONHASHSEED=0 in the environment",
                 "prompt-changed",
             )
-        state = {**state, **state.get("episode", {})}  # older states have a part of an episode
         scores = [from_plain(Score, score) for score in state["scores"]]
         rollout = from_plain(cls, state, prompt=prompt, scores={s.source: s for s in scores})
         if opening := state.get("opened"):
