@@ -263,7 +263,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"per_device_train_batch_size": 2}, "training.microbatch_tokens", 2 * (9 + TOKENS)),
     ({"num_mini_batches": 4}, "rollout.batch", 16),
     ({"num_mini_batches": 4}, "training.minibatches", 4),
-    ({"num_mini_batches": 4, "batch_size": 64}, "rollout.batch", 64),
     ({"num_ppo_epochs": 3}, "training.epochs", 3),
     ({"local_rollout_forward_batch_size": 5}, "rollout.slots", 5),
     ({"response_length": 11}, "rollout.max_new_tokens", 11),
@@ -379,7 +378,7 @@ TAKEN = {name for given, _, _ in ARGUMENTS for name in given} | {
     "stop_token_id",
     "data_seed",
     *("resume_from_checkpoint", "save_total_limit"),
-    *("world_size", "num_total_batches", "micro_batch_size", "local_batch_size"),
+    *("world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size"),
     *("local_mini_batch_size", "mini_batch_size"),
 }
 """The others have tests of their own here."""
@@ -424,8 +423,8 @@ def test_derived_sizes_are_written_where_scripts_read_them(
     first, *rest = arguments.notes(a, trainer.sizes)
     assert first == (
         "batch 16 = per_device_train_batch_size x gradient_accumulation_steps = 4 x 4, 2 "
-        "mini-batches of 8 (TRL until 0.16 made the batch num_mini_batches times as large; "
-        "batch_size asks for that); 192 episodes: 12 steps"
+        "mini-batches of 8 (TRL until 0.16 made the batch num_mini_batches times as large); "
+        "192 episodes: 12 steps"
     )
     assert rest == []
     # The same arguments serve another trainer.
@@ -526,19 +525,13 @@ def test_wrong_names_get_the_nearest_one(folders: dict[str, Path], tmp_path: Pat
         PPOConfig(clip_range=0.2)  # type: ignore[call-arg]
     wrong: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
         ({"reward_modell": None}, "unknown-argument", ("reward_modell", "'reward_model'")),
-        ({"policy": scalar(folders["value"])}, "argument-twice", ("'policy'", "'model'")),
+        ({"policy": scalar(folders["value"])}, "unknown-argument", ("'policy'", "'model'")),
         ({"reward_model": None}, "argument-missing", ("reward_model",)),
         ({"args": TrainingArguments(str(tmp_path), use_cpu=True)}, "args-of-other-class", ()),
     ]
     for parts, code, facts in wrong:
         with raises(ConfigError, code, *facts):
             make_trainer(folders, tmp_path, **parts)
-
-
-def test_names_of_older_releases_are_taken(folders: dict[str, Path], tmp_path: Path) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(folders["policy"])
-    trainer = make_trainer(folders, tmp_path, model=None, policy=policy)
-    assert trainer.model is trainer.policy_model is policy
 
 
 def loaded(folder: Path, **settings: Any) -> Any:

@@ -198,22 +198,8 @@ def _fill_in_generation(args: GRPOConfig | RLOOConfig) -> int:
 
 
 def _fill_in_ppo_sizes(args: PPOConfig, rows: int) -> RunSizes:
-    """Write the derived sizes of PPO's arguments.
-
-    Since TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, split
-    by ``num_mini_batches``. Until 0.16 it was ``num_mini_batches`` times as large, which
-    ``batch_size`` can still request.
-    """
-    unit = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    old_batch = unit * args.num_mini_batches
-    batch = args.batch_size or unit
-    if batch not in (unit, old_batch):
-        raise ConfigError(
-            f"batch_size = {batch}: TRL derived it as per_device_train_batch_size * "
-            f"gradient_accumulation_steps = {unit}, until 0.16 times num_mini_batches = {old_batch}"
-            "; leave it out, or change those",
-            "argument-derived",
-        )
+    """Write the sizes that follow from PPO's arguments. ``num_mini_batches`` splits the batch."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if batch % args.num_mini_batches:
         raise ConfigError(
             f"num_mini_batches = {args.num_mini_batches} does not divide the batch of {batch} "
@@ -259,7 +245,7 @@ def notes(args: TrlConfig, sizes: RunSizes) -> list[str]:
     if isinstance(args, PPOConfig) and args.num_mini_batches > 1:
         split = (
             f", {args.num_mini_batches} mini-batches of {args.mini_batch_size} (TRL until 0.16 "
-            "made the batch num_mini_batches times as large; batch_size asks for that)"
+            "made the batch num_mini_batches times as large)"
         )
     elif isinstance(args, OnlineDPOConfig):
         split = " x 2 responses to a prompt"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +17,11 @@ from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError
 from stretto.trl import arguments, trainer_inputs
 from stretto.trl.base_trainer import BaseTrainer, in_script
-from stretto.trl.compat import require_known
 from stretto.trl.config import PPOConfig
 from stretto.trl.trainer_inputs import RewardSources, TokenTask
 
 REWARD_MODEL = "model:reward_model"
 """PPO's reward model among the reward sources."""
-
-
-_OLD_NAMES = {
-    "config": "args",
-    "policy": "model",
-    "ref_policy": "ref_model",
-    "tokenizer": "processing_class",
-}
-"""Argument names of TRL up to 0.12, with their present names."""
 
 
 class PPOTrainer(BaseTrainer):
@@ -63,11 +52,11 @@ class PPOTrainer(BaseTrainer):
     @in_script
     def __init__(
         self,
-        args: PPOConfig | None = None,
+        args: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         model: nn.Module | None = None,
         ref_model: nn.Module | None = None,
-        reward_model: nn.Module | None = None,
+        reward_model: Any = None,
         train_dataset: Any = None,
         value_model: nn.Module | None = None,
         data_collator: Any = None,
@@ -75,30 +64,30 @@ class PPOTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         callbacks: Sequence[Any] | None = None,
         peft_config: Any = None,
-        **old_names: Any,
     ) -> None:
-        kwargs = _by_present_names(
-            {
-                "args": args,
-                "processing_class": processing_class,
-                "model": model,
-                "ref_model": ref_model,
-                "reward_model": reward_model,
-                "train_dataset": train_dataset,
-            },
-            old_names,
-        )
-        args, tokenizer, policy = (kwargs[n] for n in ("args", "processing_class", "model"))
+        required: dict[str, Any] = {
+            "args": args,
+            "processing_class": processing_class,
+            "model": model,
+            "reward_model": reward_model,
+            "train_dataset": train_dataset,
+        }
+        if missing := [name for name, value in required.items() if value is None]:
+            message = f"PPOTrainer needs {missing[0]}; give it"
+            raise ConfigError(message, "argument-missing")
+        trainer_inputs.check_args(args, PPOConfig, "PPOTrainer")
+        tokenizer: Any = processing_class
+        policy: Any = model
         arguments.check(args)
         trainer_inputs.refuse(data_collator, optimizers)
         if peft_config is not None and hasattr(policy, "merge_and_unload"):
             policy = policy.merge_and_unload()
             self._base_is_named = False
-        self.reward_model = kwargs["reward_model"]
+        self.reward_model = reward_model
         scored = isinstance(self.reward_model, nn.Module)
         models = {
             "model": policy,
-            "ref_model": kwargs["ref_model"],
+            "ref_model": ref_model,
             "reward_model": self.reward_model if scored else None,
             "value_model": value_model,
         }
@@ -106,7 +95,7 @@ class PPOTrainer(BaseTrainer):
         self.eval_dataset = eval_dataset
         self.processing_class = tokenizer
         self._vocabulary = trainer_inputs.check_models(models, tokenizer)
-        task = self._read_prompts(kwargs["train_dataset"], "train_dataset")
+        task = self._read_prompts(train_dataset, "train_dataset")
         if eval_dataset is not None:
             self._read_prompts(eval_dataset, "eval_dataset")
         if scored:
@@ -159,22 +148,3 @@ class PPOTrainer(BaseTrainer):
             stop = int(self.processing_class.eos_token_id)
         ends = frozenset(() if stop is None else (stop,))
         return replace(super()._overrides(), end_tokens=ends)
-
-
-def _by_present_names(arguments: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PPO's arguments by their present names. Raises ConfigError if one is missing."""
-    names = inspect.signature(PPOTrainer.__init__).parameters
-    require_known("PPOTrainer", old_names.keys() - _OLD_NAMES, names)
-    kwargs = dict(arguments)
-    for old, value in old_names.items():
-        if kwargs[_OLD_NAMES[old]] is not None:
-            raise ConfigError(
-                f"'{old}' is the old name of '{_OLD_NAMES[old]}'; give one of the two",
-                "argument-twice",
-            )
-        kwargs[_OLD_NAMES[old]] = value
-    for name, value in kwargs.items():
-        if value is None and name != "ref_model":
-            raise ConfigError(f"PPOTrainer needs {name}; give it", "argument-missing")
-    trainer_inputs.check_args(kwargs["args"], PPOConfig, "PPOTrainer")
-    return kwargs
