@@ -34,6 +34,3 @@ class StageRank:
     def run(self, plan: PipelinePlan, batches: Sequence[MicroBatch]) -> Timings:
         timings, _ = self._passes.passes(plan, batches, 0.05)
         return timings
-
-    def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
-        return self._passes.saved_bytes(batch)

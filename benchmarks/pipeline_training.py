@@ -134,9 +134,8 @@ class Bench:
         planners = {name: self.planner(name) for name in ("serial", "fused")}
         runs = [self.run(planners["serial"].plan(count), batches) for _ in range(PROFILED)]
         timings = min(runs, key=makespan_us)
-        kept = self.ranks.call(StageRank.saved_bytes, batches[0])
         for planner in planners.values():
-            planner.measure(profile(self.layout, timings, kept))
+            planner.measure(profile(self.layout, timings, planner.problem))
         plans = {name: planner.plan(count) for name, planner in planners.items()}
         measured: dict[str, list[float]] = {name: [] for name in plans}
         for _ in range(repeats):

@@ -23,7 +23,6 @@ from stretto.pipelines.executor.executor import (
     PipelineExecutor,
     TaskWork,
     join_slices,
-    saved_bytes,
 )
 from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout, StageOwners, slice_stage
@@ -130,10 +129,6 @@ class Trainer:
     def held(self) -> dict[str, tuple[int, int]]:
         """By model: most micro-batches alive at once since the last look, and those alive now."""
         return {name: watched.look() for name, watched in self.stages.items()}
-
-    def saved(self, tokens: Tensor) -> tuple[int, int]:
-        actor, critic = (saved_bytes(self.stages[name].stage, tokens) for name in NAMES)
-        return actor, critic
 
     def post(self) -> tuple[bool, bool]:
         """Whether a tensor is there until it has been sent, and afterwards."""

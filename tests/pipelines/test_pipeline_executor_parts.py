@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline_helpers import model, problem_of, problems, random_schedule
 from pipeline_models import language_model
@@ -15,7 +17,6 @@ from raising import raises
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.load import set_checkpointing
-from stretto.pipelines.executor.executor import saved_bytes
 from stretto.pipelines.executor.instructions import (
     Instruction,
     PipelineTask,
@@ -26,7 +27,7 @@ from stretto.pipelines.executor.instructions import (
     makespan_us,
     profile,
 )
-from stretto.pipelines.executor.stages import Name, StageLayout, cut
+from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut
 from stretto.pipelines.graph import make_graph
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
@@ -192,36 +193,34 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 # Measures
 
 
-IDS = torch.arange(21).reshape(3, 7) * 2
+def saved_bytes(stage: Stage, ids: torch.Tensor) -> int:
+    """Bytes that autograd saves in a forward pass, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in chain(stage.parameters(), stage.buffers())}
+    sizes: dict[int, int] = {}
 
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-def test_saved_bytes_count_what_backward_needs() -> None:
-    model = language_model("llama", layers=2)
-    stage = cut(model, 2, 1)
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    once = saved_bytes(stage, ids)
-    rows, hidden, inner, keys = 16, 32, 48, 16
-    # Of the layer and the final norm, in numbers of 4 bytes, one at a time: what each operation
-    # cannot do without. Attention and rotations may keep more.
-    norms = 3 * rows * hidden
-    mlp = 3 * rows * inner + rows * hidden
-    attention = 2 * rows * hidden + 2 * rows * keys
-    least = 4 * (norms + mlp + attention)
-    assert least <= once <= 3 * least
-    twice = saved_bytes(stage, torch.zeros(4, 8, dtype=torch.long))
-    assert 1.8 * once <= twice <= 2 * once  # rotations are of positions, not of rows
-    assert saved_bytes(stage, ids) == once
+    # While the output lives, all saved tensors do, so each has its own address.
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = stage(ids)
+    del output
+    return sum(sizes.values())
 
 
 def test_checkpointed_layers_keep_their_inputs_alone() -> None:
     model = language_model("llama", layers=4)
     set_checkpointing(model, ModelConfig(gradient_checkpointing="on"))
     stage = cut(model, 2, 0)
-    plain = saved_bytes(stage, IDS)  # in evaluation mode nothing is checkpointed
-    layer = IDS.numel() * 32 * 4
+    ids = torch.arange(21).reshape(3, 7) * 2
+    plain = saved_bytes(stage, ids)  # in evaluation mode nothing is checkpointed
+    layer = ids.numel() * 32 * 4
     assert plain > 10 * layer
     # Besides, the ids that the embedding is differentiated by.
-    assert 2 * layer <= saved_bytes(stage.train(), IDS) <= 2 * layer + IDS.nbytes
+    assert 2 * layer <= saved_bytes(stage.train(), ids) <= 2 * layer + ids.nbytes
 
 
 def test_a_profile_says_what_was_timed() -> None:
@@ -239,7 +238,11 @@ def test_a_profile_says_what_was_timed() -> None:
         Timings(tuple(ms), *(tuple(each[k] / 1000 for each in ms.values()) for k in range(3)))
         for ms in (zero, one)
     ]
-    problem = profile(layout, timings, [(10, 20), (30, 40)])
+    actor, critic = (
+        ModelPipelines.of(2, 1, 1, forward=1, backward=2, activation=kept)
+        for kept in ([10.0, 30.0], [40.0, 20.0])
+    )
+    problem = profile(layout, timings, Problem(actor, critic))
     assert problem.actor == ModelPipelines.of(
         2,
         1,
@@ -274,5 +277,6 @@ def test_latencies_are_medians_over_micro_batches_and_pipelines() -> None:
         ms = [1, 2, 3, 4, 90, 6] if rank == 0 else [5, 8, 7, 8, 9, 8]
         ends = [s + d / 1000 for s, d in zip(starts, ms * 2, strict=True)]
         timings.append(Timings(tuple(tasks), tuple(starts), tuple(starts), tuple(ends)))
-    problem = profile(layout, timings, [(1, 1)] * 2)
+    one = ModelPipelines.of(1, 2, 1, forward=1, backward=2, activation=1.0)
+    problem = profile(layout, timings, Problem(one, one))
     assert problem.actor == ModelPipelines.of(1, 2, 3, forward=6000, backward=7000, activation=1.0)

@@ -8,8 +8,7 @@ covers all ranks, and takes part in the sums of metrics and norms.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -91,7 +90,7 @@ class PipelinedBackprop:
         timings, metrics = self.passes(plan, batches, kl_coef)
         if not trains_actor:
             self.models["actor"].discard()
-        self._time(of_all_ranks(timings), plan, batches[0], measures=not missing)
+        self._time(of_all_ranks(timings), plan, measures=not missing)
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
         # Tensors on another rank's GPU cannot be added here.
         by_rank = of_all_ranks({name: metrics[name].on_cpu() for name in names})
@@ -107,7 +106,7 @@ class PipelinedBackprop:
         actor, critic = (
             [self._work(name, batch, kl_coef, metrics) for batch in batches] for name in NAMES
         )
-        with self._training():
+        with self.models["actor"].training(), self.models["critic"].training():
             timings = self.executor.run(plan.schedule, plan.problem, actor, critic)
         for name in NAMES:
             if self.executor.layout.column(name, self.executor.rank):
@@ -131,25 +130,13 @@ class PipelinedBackprop:
 
         return TaskWork(batch.tokens.to(device), loss)
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        with self.models["actor"].training(), self.models["critic"].training():
-            yield
-
-    def _time(
-        self, timings: Sequence[Timings], plan: PipelinePlan, batch: MicroBatch, *, measures: bool
-    ) -> None:
+    def _time(self, timings: Sequence[Timings], plan: PipelinePlan, *, measures: bool) -> None:
         busy_s = fmean(sum(t.end) - sum(t.start) for t in timings)
         self._runs += 1
         self._seconds.append((makespan_us(timings) / 1e6, busy_s, plan.predicted_us / 1e6))
         if self._runs >= MEASURED_RUN and measures and not self.planner.measured:
-            sizes = of_all_ranks(self.saved_bytes(batch))
-            self.planner.measure(profile(self.executor.layout, timings, sizes))
-
-    def saved_bytes(self, batch: MicroBatch) -> tuple[int, int]:
-        """Return the bytes that this rank's stages keep until a backward pass."""
-        with self._training():
-            return self.executor.saved_bytes(batch.tokens)
+            problem = profile(self.executor.layout, timings, self.planner.problem)
+            self.planner.measure(problem)
 
     def finish(self) -> Stats:
         """Return metrics. ``pipeline/step_s`` has the seconds from the first task of each
@@ -222,8 +209,9 @@ class PipelinePlan:
 class Planner:
     """Makes and caches a schedule for each number of micro-batches. Until latencies are measured,
     all stages of a model have equal latencies in proportion to the number of its parameters, and a
-    backward takes two forwards. If several ranks plan, they take the first one's schedule, because
-    a search that ends by its time limit finds another one on each.
+    backward takes two forwards. Activation memory is always in that proportion. If several ranks
+    plan, they take the first one's schedule, because a search that ends by its time limit finds
+    another one on each.
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
@@ -233,7 +221,7 @@ class Planner:
         self._plans: dict[int, PipelinePlan] = {}
         sizes = {model: parameters[model] / config.stages_of(model) for model in NAMES}
         actor, critic = (self._guess(model, sizes[model] / max(sizes.values())) for model in NAMES)
-        self._problem = Problem(actor, critic)
+        self.problem = Problem(actor, critic)
 
     def _guess(self, model: Name, size: float) -> ModelPipelines:
         """Guess latencies of a model's stages from ``size``, relative to the larger stages."""
@@ -249,7 +237,7 @@ class Planner:
         return stages.merged(self._config.merged(model))
 
     def measure(self, problem: Problem) -> None:
-        self._problem, self.measured = problem, True
+        self.problem, self.measured = problem, True
         self._plans.clear()
 
     def plan(self, micro_batches: int) -> PipelinePlan:
@@ -258,7 +246,7 @@ class Planner:
             return self._plans[micro_batches]
         actor, critic = (
             replace(model, micro_batches=micro_batches // model.pipelines)
-            for model in self._problem.models
+            for model in self.problem.models
         )
         problem = Problem(actor, critic)
         if self._config.schedule == "serial":

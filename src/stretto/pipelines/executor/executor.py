@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.bounds import shares
 from stretto.errors import ConfigError
@@ -177,12 +176,6 @@ class PipelineExecutor:
                 square += torch.linalg.vector_norm(gradient).double().square()
         dist.all_reduce(square)
         return math.sqrt(square.item())
-
-    def saved_bytes(self, tokens: Tensor) -> tuple[int, int]:
-        """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
-        ids = tokens.to(self._device)
-        actor, critic = (saved_bytes(self._stages[name], ids) for name in NAMES)
-        return actor, critic
 
     def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
         pipeline, _ = self.layout.place(name, self.rank)
@@ -355,29 +348,3 @@ def _join(groups: _Groups, name: Name, ranks: list[int], rank: int) -> None:
         group = dist.new_group(ranks)
         if rank in ranks:
             groups[name] = group
-
-
-def saved_bytes(stage: Stage, tokens: Tensor) -> int:
-    """Return the bytes that autograd saves in a stage's forward pass of token ids [b, L]. The pass
-    runs once, in the stage's current mode, in which a checkpointed layer saves only its input.
-    Stages after the first get noise of the same shape. Memory that several tensors share counts
-    once, parameters and buffers not at all."""
-    weight = next(stage.parameters())
-    x = tokens
-    if not stage.first:
-        shape = (*tokens.shape, stage.hidden_size)
-        x = torch.randn(shape, device=weight.device).to(stage.dtype).requires_grad_()
-    pointers = {t.untyped_storage().data_ptr() for t in chain(stage.parameters(), stage.buffers())}
-    sizes: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in pointers:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    # While the output lives, all saved tensors do, so each has its own address.
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage(x)
-    del output
-    return sum(sizes.values())

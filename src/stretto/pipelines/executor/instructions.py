@@ -24,7 +24,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from stretto.pipelines.executor.stages import Name, StageLayout
+from stretto.pipelines.executor.stages import NAMES, Name, StageLayout
 from stretto.pipelines.graph import FORWARD, Graph, make_graph
 from stretto.pipelines.pipeline_schedule import PipelineSchedule, evaluate
 from stretto.pipelines.problem import ModelPipelines, Problem
@@ -147,20 +147,19 @@ class Timings:
     end: tuple[float, ...]
 
 
-def profile(
-    layout: StageLayout, timings: Sequence[Timings], saved_bytes: Sequence[tuple[int, int]]
-) -> Problem:
-    """Return the problem in microseconds and bytes, as measured in one run of all ranks.
+def profile(layout: StageLayout, timings: Sequence[Timings], guess: Problem) -> Problem:
+    """Return the problem with latencies in microseconds, as measured in one run of all ranks, and
+    with the activation memory of a ``guess``.
 
     A stage's latency of forwards, and of backwards, is the median over micro-batches and pipelines.
     Communication is the median over transfers that the receiver was already waiting for when their
-    tensor was computed, because the duration of other transfers is unknown. ``saved_bytes`` of each
-    rank are those of a micro-batch of the actor, and of one of the critic.
+    tensor was computed, because the duration of other transfers is unknown.
     """
-    actor, critic = zip(*saved_bytes, strict=True)
-    return Problem(
-        _measured(layout, "actor", timings, actor), _measured(layout, "critic", timings, critic)
+    actor, critic = (
+        _measured(layout, name, timings, model.activation)
+        for name, model in zip(NAMES, guess.models, strict=True)
     )
+    return Problem(actor, critic)
 
 
 def makespan_us(timings: Sequence[Timings]) -> int:
@@ -169,7 +168,7 @@ def makespan_us(timings: Sequence[Timings]) -> int:
 
 
 def _measured(
-    layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
+    layout: StageLayout, name: Name, timings: Sequence[Timings], activation: Sequence[float]
 ) -> ModelPipelines:
     merged = layout.merged(name)
     (stages, pipelines), ranks = layout.of(name), range(layout.slots * layout.slot_size)
@@ -186,10 +185,9 @@ def _measured(
             if task.pipeline in numbers:
                 seconds[task.kind, stage // merged].append(end - start)
                 ends[task, stage] = end
-    travels, saved_by_stage = [], defaultdict[int, list[int]](list)
+    travels = []
     for rank, rank_timings in zip(ranks, timings, strict=False):
         _, stage = layout.place(name, rank)
-        saved_by_stage[stage // merged].append(saved[rank])
         for task, wait_start, start in zip(
             rank_timings.word, rank_timings.asked, rank_timings.start, strict=True
         ):
@@ -202,6 +200,6 @@ def _measured(
         len(ends) // (2 * stages * pipelines),
         forward=[max(1, round(_US * median(seconds["F", s]))) for s in wide],
         backward=[max(1, round(_US * median(seconds["B", s]))) for s in wide],
-        activation=[float(max(saved_by_stage[s])) for s in wide],
+        activation=activation,
         communication=max(0, round(_US * median(travels))) if travels else 0,
     )
