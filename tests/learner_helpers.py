@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import MicroBatch
+from stretto.training.shard_files import Stored
 from stretto.types import Prompt, Score
 
 Grads = dict[str, Tensor]
@@ -164,3 +165,14 @@ def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> Policy
     if ALGORITHMS[algorithm["name"]].critic:
         critic = critic_of(actor).to(next(actor.parameters()).dtype)
     return make_learner(actor, critic, algorithm_settings(algorithm, **sections))
+
+
+def in_memory(state: Any) -> Any:
+    """Return a state with all tensors on the CPU, reading those that are in files."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, Stored):
+        return state.read()
+    if isinstance(state, Mapping):
+        return {key: in_memory(value) for key, value in state.items()}
+    return state

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
-from learner_helpers import make_batch
+from learner_helpers import in_memory, make_batch
 from rounding import GRADIENT_TERMS, rounding
 from run_helpers import OF_PROCESSES, UNTIMED, Kill, Killer, processes
 from sharded_workers import ShardedRank
@@ -40,7 +40,6 @@ from stretto.training import pipelined, shard_files
 from stretto.training.backprop import divided, into_micro_batches
 from stretto.training.learner import PolicyLearner
 from stretto.training.pipelined import Planner
-from stretto.training.shard_files import in_memory
 from stretto.types import TrainBatch
 from stretto.workers.forkserver import NAME
 from stretto.workers.group import RankGroup

@@ -15,14 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from helpers import critic_of, full_beyond, llama, make_learner
-from learner_helpers import algorithm_settings, make_batch
+from learner_helpers import algorithm_settings, in_memory, make_batch
 from raising import raises
 from stretto import files
 from stretto.errors import StateError
 from stretto.models.shards import TensorShard
 from stretto.schedules.rollout import train_batch
 from stretto.training.learner import PolicyLearner
-from stretto.training.shard_files import file_name, in_memory, packed, read, write
+from stretto.training.shard_files import file_name, packed, read, write
 
 
 def learner(steps: int) -> PolicyLearner:

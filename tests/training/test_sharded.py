@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from episode_helpers import as_episodes
 from helpers import make_learner, make_rollouts
-from learner_helpers import SHAPES, algorithm_settings, make_batch
+from learner_helpers import SHAPES, algorithm_settings, in_memory, make_batch
 from loss_helpers import named
 from rank_helpers import call_each
 from rounding import GRADIENT_TERMS, rounding
@@ -27,7 +27,6 @@ from stretto.schedules.rollout import train_batch
 from stretto.scoring.model_scorers import critic_scorer, reference_scorer
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
-from stretto.training.shard_files import in_memory
 from stretto.types import FinishReason, Response, Score, TrainBatch
 from stretto.workers.group import RankGroup
 from stretto.workers.rank import GroupSpec

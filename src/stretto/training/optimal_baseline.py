@@ -13,7 +13,7 @@ separately, so that no pass runs twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,20 +23,6 @@ from stretto.algorithms.reductions import Metrics
 from stretto.models.backend import backend_of
 from stretto.training.losses import MicroBatch
 from stretto.training.trained import TrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class ResponsePass:
-    """A response's reward, and the results of its passes with an advantage of 1."""
-
-    reward: float
-    squared_norm: float
-    metrics: Metrics
-
-    def with_baseline(self, baseline: float) -> Metrics:
-        """Return metrics with the loss at the response's advantage."""
-        loss = self.metrics.sums[POLICY_LOSS] * (self.reward - baseline)
-        return replace(self.metrics, sums={**self.metrics.sums, POLICY_LOSS: loss})
 
 
 def passes_with_optimal_baseline(
@@ -53,29 +39,26 @@ def passes_with_optimal_baseline(
     trained.discard()
     metrics = Metrics()
     for group in _by_response(batches):
-        passes = list[ResponsePass]()
+        passes = list[tuple[float, float, Metrics]]()
         group_sum: dict[str, Tensor] = {}
         for response_batches in group:
             of_response = run([batch.with_advantages(1.0) for batch in response_batches])
-            gradients = trained.gradients()
+            gradients, reward = trained.gradients(), _reward(response_batches)
             squares = backend_of(trained.device).sum_of_squares([*gradients.values()]).item()
-            passes.append(ResponsePass(_reward(response_batches), squares, of_response))
-            _add(total, gradients, passes[-1].reward)
+            passes.append((reward, squares, of_response))
+            _add(total, gradients, reward)
             _add(group_sum, gradients, 1.0)
             trained.discard()
-        baseline = optimal_baseline(passes)
+        all_squares = sum(squares for _, squares, _ in passes)  # 0 if no response has a gradient
+        weighted = sum(squares * reward for reward, squares, _ in passes)
+        baseline = weighted / all_squares if all_squares else 0.0
         _add(total, group_sum, -baseline)
-        metrics = sum((response.with_baseline(baseline) for response in passes), metrics)
+        for reward, _, of_response in passes:
+            loss = of_response.sums[POLICY_LOSS] * (reward - baseline)
+            metrics += replace(of_response, sums={**of_response.sums, POLICY_LOSS: loss})
     for name, gradient in trained.gradients().items():
         gradient.copy_(total[name])
     return metrics
-
-
-def optimal_baseline(passes: Sequence[ResponsePass]) -> float:
-    """Return the mean reward, weighted by squared norms; 0 if no response has a gradient."""
-    squares = sum(response.squared_norm for response in passes)
-    weighted = sum(response.squared_norm * response.reward for response in passes)
-    return weighted / squares if squares else 0.0
 
 
 def _by_response(batches: Sequence[MicroBatch]) -> list[list[list[MicroBatch]]]:

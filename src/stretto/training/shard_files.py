@@ -131,17 +131,6 @@ class Stored:
         return tensor
 
 
-def in_memory(state: Any) -> Any:
-    """Return a state with all tensors on the CPU, reading those that are in files."""
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, Stored):
-        return state.read()
-    if isinstance(state, Mapping):
-        return {key: in_memory(value) for key, value in state.items()}
-    return state
-
-
 def read(path: Path) -> dict[str, Any]:
     """Return a learner's state with :class:`Stored` tensors. ``published`` holds other weights by
     model and version. Raises StateError if a file is damaged or missing.
