@@ -81,8 +81,8 @@ class Overrides:
     def objects(self) -> list[str]:
         """Names of the objects that only the caller can pass in again."""
         attributes = ("actor", "tokenizer", "reference", "critic", "task")
-        given = [name for name in attributes if getattr(self, name) is not None]
-        return [*given, *self.functions, *self.environment, *self.reward_models]
+        objects = [name for name in attributes if getattr(self, name) is not None]
+        return [*objects, *self.functions, *self.environment, *self.reward_models]
 
 
 NO_OVERRIDES = Overrides()

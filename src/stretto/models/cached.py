@@ -348,8 +348,8 @@ class SlotCache(Cache):
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
                 store[layer] = self._zeros(store, old, old.device)
-                kept = min(old.shape[2], length) - 1
-                store[layer][: len(old), :, :kept] = old[:, :, :kept]
+                end = min(old.shape[2], length) - 1
+                store[layer][: len(old), :, :end] = old[:, :, :end]
 
     def _zeros(self, store: list[Tensor], like: Tensor, device: torch.device) -> Tensor:
         """Return zeros for a layer of a store, with the heads and the type of a tensor [..., h, c,

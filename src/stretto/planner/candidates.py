@@ -251,8 +251,8 @@ def _apart(spec: PlanSpec, by: _Divisions) -> Iterator[RunLayout]:
         powers = [2**k for k in range(gpus.bit_length())]
         for scorers in sorted({*powers, *(3 * n for n in powers)}):
             if scorers <= gpus // 2 and learners + scorers < gpus:
-                others = by.generator(rest - scorers), by.scorer(scorers)
-                for learner, generator, scorer in product(unshared, *others):
+                other_ways = by.generator(rest - scorers), by.scorer(scorers)
+                for learner, generator, scorer in product(unshared, *other_ways):
                     yield RunLayout(learner, generator, scorer, "none")
 
 

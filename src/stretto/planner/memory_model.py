@@ -221,14 +221,14 @@ class DeviceMemory:
             # Copies of a stage share moments and masters, but not weights and gradients.
             shared_state = MOMENTS + SINGLE if copied else MOMENTS
             adam, _ = trained_bytes(weights, adapters, layout.data_parallel, width, shared_state)
-            others, _ = trained_bytes(weights, adapters, layout.fsdp, width, STATE - shared_state)
+            unshared, _ = trained_bytes(weights, adapters, layout.fsdp, width, STATE - shared_state)
             if adapters is not None and shape not in shared:
                 frozen = weight_bytes(shape.stage(layout.pp), layout.tp, width)
                 self.put(FROZEN, frozen / layout.fsdp)
             if copied:
                 self.put("learner's weights", width * weights)
             resting = round(adam) if moments else 0
-            self.put(STATES, round(adam + others) - resting)
+            self.put(STATES, round(adam + unshared) - resting)
             if moments:
                 self.put("learner's moments", resting, *moments)
             if further_gradients:

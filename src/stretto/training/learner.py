@@ -112,8 +112,8 @@ class PolicyLearner(Stateful):
             accumulated = Accumulated()
         for i, units in enumerate(minibatches):
             if accumulated and i == 0:
-                others = accumulated.others(batch, units)
-                sums = accumulated.sums + self._passes(responses, others, experience, counted=False)
+                rest = accumulated.others(batch, units)
+                sums = accumulated.sums + self._passes(responses, rest, experience, counted=False)
                 factor, result = divided_sums(sums, experience, self.config.algorithm)
                 self.actor.scale_gradients(factor)
             else:
