@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -217,26 +216,6 @@ def test_records_tell_what_was_not_run_and_what_took_too_long() -> None:
     assert unknown["status"] == "unknown"
     assert unclosed["status"] == "unclosed"
     assert "timed_out" not in {**unknown, **unclosed}
-
-
-def test_chat_runs_tools_and_keeps_what_was_said(
-    tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    talker = Talker(CALL, "It is 5.", "I said so.")
-    policy = SimpleNamespace(
-        tokenizer=talker.tokenizer,
-        engine=talker,
-        longest=2000,
-        run=None,
-        name="talker",
-        template_arguments={},
-    )
-    monkeypatch.setattr("stretto.api.policies.open_policy", lambda *given, **more: policy)
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is 2 + 3?\nReally?\n"))
-    assert main(["chat", "tiny", "--tools", "tools.py:add"]) == 0
-    assert capsys.readouterr().out == 'add({"a": 2, "b": 3}) -> 5\nIt is 5.\nI said so.\n'
-    assert "<tool_response>\n5\n</tool_response>" in talker.read[2]
-    assert talker.read[2].endswith("Really?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_tools_need_messages(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:

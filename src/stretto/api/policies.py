@@ -18,7 +18,6 @@ from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, recipes
 from stretto.config.sections import NonNegativeInt, Seed
 from stretto.errors import ConfigError, EngineError, StateError
-from stretto.evaluation.episode_generation import Tools
 from stretto.interfaces import in_python
 from stretto.models.backend import with_dtype
 from stretto.models.forward import positions
@@ -34,7 +33,6 @@ from stretto.rollout.engine_registry import engine_of
 from stretto.runs import checkpoint
 from stretto.runtime.state import LEARNER
 from stretto.saying import CHECKING, silent, working
-from stretto.schedules.rollout import Rollout
 from stretto.serving.texts import GrowingText
 from stretto.tasks import TaskRow
 from stretto.tasks.encode import Encoder
@@ -100,19 +98,11 @@ class Policy:
 class Conversation:
     """A conversation through a policy's chat template, or else one text continued in turns."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        rollout: RolloutConfig,
-        seed: int,
-        system: str = "",
-        tools: Tools | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, rollout: RolloutConfig, seed: int, system: str = "") -> None:
         """Start a conversation. ``rollout`` and ``seed`` determine how answers are sampled."""
         self._policy = policy
         self._rollout = rollout
         self._seed = seed
-        self._tools = tools
         self._encoder = Encoder(policy.tokenizer, policy.template_arguments)
         self._turns = list[Message]()
         self._text = ""
@@ -139,9 +129,7 @@ class Conversation:
         if self._policy.tokenizer.chat_template:
             row = TaskRow((*self._turns, Message(role="user", content=said)))
         task = TaskConfig(system=self._system)
-        renderer = self._tools.render if self._tools else None
-        how: Any = {"encoder": self._encoder, "render": renderer}
-        prompt = render(row, task, self._policy.tokenizer, **how)
+        prompt = render(row, task, self._policy.tokenizer, encoder=self._encoder)
         room = self._policy.longest - len(prompt.tokens)
         if room < 1:
             raise EngineError(
@@ -149,9 +137,6 @@ class Conversation:
                 f"{self._policy.longest} with the answer; begin anew with /clear",
                 "context-length",
             )
-        if self._tools:
-            yield self._episode(prompt, said, room)
-            return
         r, limit = self._rollout, min(self._rollout.max_new_tokens, room)
         sampling = Sampling(
             limit, r.temperature, r.top_k, r.top_p, seed=(self._seed, self._answers)
@@ -166,17 +151,6 @@ class Conversation:
             self._text += f"{said}{text}\n"
             self._turns.append(Message(role="user", content=said))
             self._turns.append(Message(role="assistant", content=text))
-
-    def _episode(self, prompt: Prompt, said: str, room: int) -> str:
-        assert self._tools
-        limit = min(self._rollout.max_new_tokens, room)
-        options = self._rollout.model_copy(update={"max_new_tokens": limit})
-        rollout, seed = Rollout(self._answers, prompt, 0), (self._seed, self._answers)
-        longest = self._policy.longest
-        self._answers += 1
-        (episode,) = self._tools.episodes(self._policy.engine, [rollout], options, longest, seed)
-        self._turns += [Message(role="user", content=said), *episode.messages]
-        return episode.told()
 
     def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
         engine, text = self._policy.engine, GrowingText(self._policy.tokenizer, self._rollout.stop)

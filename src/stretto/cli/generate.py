@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from tyro.conf import arg
 from stretto import tasks
 from stretto.api.inference import answers, generate
 from stretto.cli.parsing import File, takes
-from stretto.config import EnvironmentConfig, RolloutConfig, TaskConfig, recipes
+from stretto.config import RolloutConfig, TaskConfig, recipes
 from stretto.config.sections import NonNegativeInt, PositiveInt, Rows
 from stretto.errors import ConfigError, EngineError, TaskError
 from stretto.models.resolve import is_known, resolve
@@ -23,14 +23,11 @@ from stretto.saying import LOADING, silent, working
 from stretto.schedules.episode_metrics import calls
 from stretto.signals import Terminated
 from stretto.tasks import TaskRow
-from stretto.tasks.encode import Encoder
 
 if TYPE_CHECKING:
     from stretto.api.policies import Conversation, Policy
     from stretto.evaluation.generation import Answer
 
-
-ToolNames = Annotated[Sequence[str], arg(metavar="FILE.py:NAME")]
 
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p")
 
@@ -46,7 +43,7 @@ def command_generate(
     out: File = "",
     json: bool = False,
     samples: Rows = 1,
-    tools: ToolNames = (),
+    tools: Annotated[Sequence[str], arg(metavar="FILE.py:NAME")] = (),
     max_turns: PositiveInt = 8,
     **options: Any,
 ) -> None:
@@ -163,14 +160,12 @@ def check_model(name: str) -> None:
 
 
 @takes(generate, *_SAMPLING[1:], "seed", "template_arguments", "device")
-@takes(command_generate, "max_turns")
 def command_chat(
     model: Annotated[str, arg(metavar="MODEL_OR_RUN")],
     /,
     system: str = "",
     max_new_tokens: PositiveInt = 512,
     max_model_len: NonNegativeInt = 0,
-    tools: ToolNames = (),
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     **options: Any,
 ) -> None:
@@ -185,36 +180,25 @@ def command_chat(
         system: A system message. Needs a chat template.
         max_new_tokens: Token limit of an answer.
         max_model_len: Tokens of prompt and answer. 0: 4096, or the model's positions if fewer.
-        tools: A function that the model may call, as 'file.py:name' or 'package.module:name', with
-            type hints and a docstring; may be repeated. Answers, with calls and results, then
-            appear when complete.
         dtype: Type to compute in. auto: a run's own, else bfloat16 if the hardware is faster with
             it, else float32.
     """
     limits = {"batch": 1, "max_new_tokens": max_new_tokens}
     sampling = {name: options[name] for name in _SAMPLING[1:]}
     rollout = recipes.build(limits | sampling, "", RolloutConfig)
-    sources = {"sources": tools, "max_turns": options["max_turns"]}
-    environment = recipes.build(sources, "", EnvironmentConfig) if tools else None
-    arguments, seed = options["template_arguments"], options["seed"]
     check_model(model)
     with working(on_stderr, LOADING):
         from stretto.api.policies import Conversation, open_policy
-        from stretto.evaluation.episode_generation import Tools
     policy = open_policy(
         model,
         rollout,
         dtype=dtype,
         device=options["device"],
         max_model_len=max_model_len,
-        seed=seed,
-        template_arguments=arguments,
+        seed=options["seed"],
+        template_arguments=options["template_arguments"],
     )
-    with ExitStack() as stack:
-        encoder, opened = Encoder(policy.tokenizer, arguments), None
-        if environment:
-            opened = Tools(environment, encoder, stack, rollout.stop)
-        _talk(policy, Conversation(policy, rollout, seed, system, opened))
+    _talk(policy, Conversation(policy, rollout, options["seed"], system))
 
 
 def _talk(policy: Policy, talk: Conversation) -> None:

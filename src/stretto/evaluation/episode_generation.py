@@ -112,13 +112,12 @@ class Tools:
         rollouts: Sequence[Rollout],
         options: RolloutConfig,
         max_prompt_tokens: int,
-        seed: tuple[int, int] | None = None,
     ) -> Iterator[FinishedEpisode]:
         """Decode rollouts turn by turn (see :func:`completed_episodes`)."""
         role = EnvironmentRole(
             self._config, self._places, self._bridge, self._encoder, max_prompt_tokens
         )
-        sampling = replace(turn_sampling(options, self._config), seed=seed)
+        sampling = turn_sampling(options, self._config)
         yield from completed_episodes(engine, role, rollouts, sampling)
 
 
