@@ -144,15 +144,15 @@ def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(
     tmp_path: Path, judge: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = [
-        {"prompt": "a", "responses": ["xx", "x"]},
-        {"prompt": "b", "responses": ["x"]},
-        {"prompt": "", "responses": ["xx", "x"]},
-        {"question": "d", "responses": ["xx", "x"]},
-        {"prompt": "e", "responses": ["\ud83d", "x"]},
+        {"prompt": "a", "chosen": "xx", "rejected": "x"},
+        {"prompt": "b", "chosen": "x", "rejected": "x"},
+        {"prompt": "", "chosen": "xx", "rejected": "x"},
+        {"question": "d", "chosen": "xx", "rejected": "x"},
+        {"prompt": "e", "chosen": "\ud83d", "rejected": "x"},
     ]
     file, out = write(tmp_path, rows), tmp_path / "out.jsonl"
-    facts = ("row 1: ", "['x'] (3 rows ", "data.on_error = 'drop'")
-    with raises(TaskError, "too-few-responses", *facts):
+    facts = ("row 1: ", "(3 rows ", "data.on_error = 'drop'")
+    with raises(TaskError, "equal-sides", *facts):
         evaluation.label_pairs(of(file), by=f"{judge}length", out=out)
     unread = write(tmp_path, [rows[0], rows[-1]], "unicode.jsonl")
     with raises(TaskError, "invalid-unicode", "row 1: "):
@@ -160,30 +160,6 @@ def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(
     result = evaluation.label_pairs(of(file, on_error="drop"), by=f"{judge}length", out=out)
     assert (result.read, result.kept) == (1, 1)
     assert "3 rows of" in capsys.readouterr().err
-
-
-def test_of_several_responses_the_best_and_the_worst_are_kept(tmp_path: Path, judge: str) -> None:
-    rows = [
-        {"prompt": "a", "responses": ["xx", "x", "xxxx"], "id": 1},
-        {"prompt": "b", "responses": ["xx", "yy"], "id": 2},
-    ]
-    out = tmp_path / "out.jsonl"
-    result = evaluation.label_pairs(of(write(tmp_path, rows)), by=f"{judge}length", out=out)
-    assert (result.kept, result.ties, result.flipped, result.agreement) == (1, 1, None, None)
-    assert read(out) == [
-        {
-            "prompt": "a",
-            "id": 1,
-            "chosen": "xxxx",
-            "rejected": "x",
-            "chosen_score": 4.0,
-            "rejected_score": 1.0,
-        }
-    ]
-    for responses in (["x"], ["x", ""], "xy", ["x", 1]):
-        file = write(tmp_path, [{"prompt": "a", "responses": responses}], "bad.jsonl")
-        with raises(TaskError, "too-few-responses", repr(responses)):
-            evaluation.label_pairs(of(file), by=f"{judge}length", out=out)
 
 
 def test_best_and_worst_by_hand() -> None:

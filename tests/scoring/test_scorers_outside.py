@@ -230,7 +230,7 @@ def test_what_scores_in_neither_way_is_refused() -> None:
 
 
 def test_given_responses_are_scored_whole(tmp_path: Path) -> None:
-    write_rows(tmp_path, [{"prompt": "a", "responses": ["xxx", "xyx", "xxy"]}])
+    write_rows(tmp_path, [{"prompt": "a", "chosen": "xxx", "rejected": "xyx"}])
     stretto.label("rows.jsonl", out="pairs.jsonl", by=NAME)
     (pair,) = lines(tmp_path / "pairs.jsonl")
     assert (pair["chosen"], pair["rejected"]) == ("xyx", "xxx")

@@ -263,11 +263,10 @@ def command_label(
     **named: str,
 ) -> None:
     """Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs
-    (chosen, rejected) or prompts with several 'responses', and writes pairs ordered by the source's
-    scores, without ties. 'stretto label RECIPE --responses-from MODEL --by SOURCE --out FILE' first
-    samples responses to the recipe's prompts, and uses those that ended before the token limit. Its
-    options: 'stretto label RECIPE --responses-from MODEL --help'. Options come after the file or
-    recipe.
+    (chosen, rejected), and writes them ordered by the source's scores, without ties. 'stretto label
+    RECIPE --responses-from MODEL --by SOURCE --out FILE' first samples responses to the recipe's
+    prompts, and uses those that ended before the token limit. Its options: 'stretto label RECIPE
+    --responses-from MODEL --help'. Options come after the file or recipe.
 
     Args:
         what: A .jsonl, .json or .parquet file with pairs, or a hub dataset; with --responses-from,

@@ -35,13 +35,11 @@ from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.response_buffer import response_text
 from stretto.tasks.encode import utf8
-from stretto.tasks.messages import Answer, as_prompt, text_of_answer
+from stretto.tasks.messages import Answer, text_of_answer
 from stretto.tasks.responses import PromptLayout
-from stretto.tasks.supervised_rows import Turns, attempt, attempt_rows, cells_of, read_pairs
-from stretto.tasks.tables import Row, of_row, read
+from stretto.tasks.supervised_rows import Pair, attempt, read_pairs
+from stretto.tasks.tables import Row, of_row
 from stretto.types import FinishReason, Prompt
-
-RESPONSES = "responses"  # column with several responses to one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class LabelResult:
         ties: left out, because both sides have the same score or text.
         empty: left out, because a side has no text (only for responses sampled here).
         unended: left out, because fewer than two responses ended before the token limit (likewise).
-        flipped: kept rows whose label was reversed. ``None`` if there were no labels before.
+        flipped: kept rows whose label was reversed. ``None`` for responses sampled here.
     """
 
     by: str
@@ -74,27 +72,14 @@ class LabelResult:
         return None if self.flipped is None else 1 - self.flipped / self.kept
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """A prompt with its responses. In a labelled pair the chosen one comes first."""
-
-    index: int
-    prompt: Turns
-    responses: Sequence[Answer]
-    data: Row
-    transcript: bool = False
-    labelled: bool = False
-
-
 @outside.named_by("by")
 def label_pairs(
     config: RewardModelConfig, *, by: str, out: Path, timeout_s: float = 30.0
 ) -> LabelResult:
     """Label a preference file again. Its rows keep their columns.
 
-    Rows have two sides, which are swapped if the source says so, or a prompt and a list of
-    ``responses``, of which the best becomes ``chosen`` and the worst ``rejected``. New columns are
-    ``chosen_score``, ``rejected_score`` and, for rows with two sides, ``flipped``.
+    The sides of a row are swapped if the source says so. New columns are ``chosen_score``,
+    ``rejected_score`` and ``flipped``.
 
     Args:
         config: ``data`` names the file and its columns, and how prompts become tokens, as for
@@ -115,13 +100,14 @@ def label_pairs(
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
     run = run.changed_in("reward", timeout_s=timeout_s)
     prepare_torch(run.seed, run.threads)
-    rows = _read(config.data)
+    pairs, left_out = read_pairs(config.data)
+    _say_left_out(left_out, config.data)
     tokenizer, layout = _tokens_for(by, config)
-    readable, left_out = attempt(rows, partial(_tokenised, layout), config.data)
+    readable, left_out = attempt(pairs, partial(_tokenised, layout), config.data)
     _say_left_out(left_out, config.data)
     rollouts: list[Rollout] = []  # as if they had been sampled
-    for number, (row, prompt, responses) in enumerate(readable):
-        numbered_prompt = Prompt(number, prompt.tokens, prompt.text, prompt.messages, row.data)
+    for number, (pair, prompt, responses) in enumerate(readable):
+        numbered_prompt = Prompt(number, prompt.tokens, prompt.text, prompt.messages, pair.data)
         for tokens in responses:
             rollouts.append(as_rollout(len(rollouts), numbered_prompt, tokens))
     columns = readable[0][0].data.keys()
@@ -129,14 +115,12 @@ def label_pairs(
         gold = open_gold(by, RoleFactory(run, on_stderr), columns, tokenizer, stack)
         scores = iter(score_all(gold, rollouts, run.rollout.batch))
     outcomes = [
-        _labelled(row, [next(scores) for _ in row.responses], config.data) for row, _, _ in readable
+        _labelled(pair, (next(scores), next(scores)), config.data) for pair, _, _ in readable
     ]
-    pairs = [row for row in outcomes if row]
-    _write(out, pairs, len(outcomes), by)
-    flips = sum(row["flipped"] for row in pairs) if readable[0][0].labelled else None
-    return LabelResult(
-        by, out, len(outcomes), len(pairs), len(outcomes) - len(pairs), flipped=flips
-    )
+    rows = [row for row in outcomes if row]
+    _write(out, rows, len(outcomes), by)
+    flips = sum(row["flipped"] for row in rows)
+    return LabelResult(by, out, len(outcomes), len(rows), len(outcomes) - len(rows), flipped=flips)
 
 
 @outside.named_by("by")
@@ -219,37 +203,9 @@ def best_and_worst(
     return {**dict(zip(columns, sides, strict=True)), **score_cells}
 
 
-def _read(data: PairsConfig) -> list[Candidates]:
-    """Return rows of pairs, or of prompts with several responses, as the first row shows."""
-    rows = read(data)
-    sides = {data.chosen_column, data.rejected_column}
-    if RESPONSES in rows[0] and not sides <= rows[0].keys():
-        candidates, left_out = attempt_rows(rows, partial(_several, data.prompt_column), data)
-    else:
-        pairs, left_out = read_pairs(data)
-        candidates = [
-            Candidates(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
-            for p in pairs
-        ]
-    _say_left_out(left_out, data)
-    return candidates
-
-
 def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
     if reasons:
         on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
-
-
-def _several(prompt_column: str, row: Row, index: int) -> Candidates:
-    responses, prompt = cells_of(row, RESPONSES, prompt_column)
-    texts = responses if isinstance(responses, list) else []
-    if len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
-        raise TaskError(
-            "several responses to one prompt stand as a list of at least two texts, none empty, in "
-            f"the column '{RESPONSES}'; got {repr(responses)[:200]}",
-            "too-few-responses",
-        )
-    return Candidates(index, as_prompt(prompt), texts, dict(row))
 
 
 def _tokens_for(
@@ -264,27 +220,26 @@ def _tokens_for(
 
 
 def _tokenised(
-    layout: PromptLayout | None, row: Candidates
-) -> tuple[Candidates, Prompt, Sequence[Sequence[int]]]:
-    """Return a row in a reward model's tokens with a layout, or as bytes for functions."""
-    with of_row(f"row {row.index}"):
+    layout: PromptLayout | None, pair: Pair
+) -> tuple[Pair, Prompt, Sequence[Sequence[int]]]:
+    """Return a pair in a reward model's tokens with a layout, or as bytes for functions."""
+    responses = pair.chosen, pair.rejected
+    with of_row(f"row {pair.index}"):
         if layout:
-            prompt = layout.prompt(row.prompt, data=row.data, transcript=row.transcript)
-            return row, prompt, [layout.response(prompt, r) for r in row.responses]
-        messages = None if isinstance(row.prompt, str) else row.prompt
+            prompt = layout.prompt(pair.prompt, data=pair.data, transcript=pair.transcript)
+            return pair, prompt, [layout.response(prompt, r) for r in responses]
+        messages = None if isinstance(pair.prompt, str) else pair.prompt
         turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
-        text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
+        text = pair.prompt if isinstance(pair.prompt, str) else "\n\n".join(turns)
         prompt = Prompt(0, tuple(utf8(text)), text, messages)
-        return row, prompt, [tuple(utf8(text_of_answer(r))) for r in row.responses]
+        return pair, prompt, [tuple(utf8(text_of_answer(r))) for r in responses]
 
 
-def _labelled(row: Candidates, scores: Sequence[float], data: PairsConfig) -> Row | None:
+def _labelled(pair: Pair, scores: tuple[float, float], data: PairsConfig) -> Row | None:
     columns = data.chosen_column, data.rejected_column
-    cells = [row.data[column] for column in columns] if row.labelled else row.responses
-    pair = best_and_worst(row.responses, scores, cells, columns)
-    other_cells = {key: cell for key, cell in row.data.items() if row.labelled or key != RESPONSES}
-    flip = {"flipped": scores[1] > scores[0]} if row.labelled else {}
-    return pair and {**other_cells, **pair, **flip}
+    cells = [pair.data[column] for column in columns]
+    sides = best_and_worst((pair.chosen, pair.rejected), scores, cells, columns)
+    return sides and {**pair.data, **sides, "flipped": scores[1] > scores[0]}
 
 
 def _check_out(out: Path, source: str) -> None:
