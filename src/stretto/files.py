@@ -51,6 +51,18 @@ def explained(path: Path) -> Iterator[None]:
         raise StorageError(message, "cannot-write") from error
 
 
+def require_writable(file: Path) -> None:
+    """Raise StorageError for a file that cannot be written, before the work that fills it."""
+    reason = "it is a directory" if file.is_dir() else ""
+    if not file.parent.is_dir():
+        reason = f"there is no directory '{file.parent}'"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        reason = "permission denied"
+    if reason:
+        message = f"cannot write '{file}': {reason}; choose another file"
+        raise StorageError(message, "cannot-write")
+
+
 def existing(path: Path) -> Path:
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import tomli_w
 from pydantic import Field
 from tyro.conf import arg
 
-from stretto import tasks
+from stretto import files, tasks
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
 from stretto.assembly.teachers import teacher_shares
@@ -245,14 +244,6 @@ def _process(ranks: int, layouts: Mapping[str, Layout]) -> dict[str, Any]:
     return {**entry, "layout": sizes} if sizes else entry
 
 
-def check_writable(file: str | Path) -> None:
-    """Raise ConfigError, before a search, if a file cannot be written."""
-    path = Path(file)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = f"'{file}' cannot be written; name a file in a folder that is there"
-        raise ConfigError(problem, "file-not-writable")
-
-
 def check_trainable(config: Config, options: PlanOptions) -> None:
     """Raise ConfigError if ``stretto train`` would refuse every plan for these settings."""
     if not config.task.name:
@@ -273,15 +264,14 @@ def check_trainable(config: Config, options: PlanOptions) -> None:
 
 def write(file: str | Path, plan: Plan, candidate: Candidate, also: Mapping[str, Any]) -> None:
     """Write a candidate's settings for ``stretto train RECIPE --overrides FILE``, and ``also`` the
-    recipe's changes. ConfigError if ``stretto train`` refuses them, or the file is not writable.
+    recipe's changes. Raises ConfigError if ``stretto train`` refuses them, StorageError if the file
+    cannot be written.
     """
     data = changes.merged(also, settings_of(plan.config, candidate, plan.spec))
     changes.changed(plan.config, data, "the plan")  # validates it for train
     text = f"# {candidate.layout.gpus} GPUs, by 'stretto plan'\n{tomli_w.dumps(data)}"
-    try:
+    with files.explained(Path(file)):
         Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write '{file}': {error}", "file-not-writable") from error
 
 
 def _models(config: Config, options: PlanOptions, assumed: list[str]) -> ModelShapes:

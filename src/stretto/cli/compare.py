@@ -16,6 +16,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from stretto import files
 from stretto.api.runs import (
     ONE_ENGINE,
     OVERCOMMIT_RULES,
@@ -309,8 +310,7 @@ def command_watch(
 
 
 def _write(name: str, text: str) -> None:
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write '{name}': {error}; choose another file") from error
-    print(f"wrote {Path(name)}")
+    file = Path(name)
+    with files.explained(file):
+        file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from stretto import files
 from stretto.api.inference import benchmark, evaluate, label, label_responses, measure
 from stretto.api.settings import model_of, trained_with
 from stretto.checks import check_measured
@@ -143,7 +144,9 @@ def run_eval(arguments: Sequence[str]) -> int:
         if run.append_evaluation(record):
             print(f"dropped a last line that was never finished, of {run.evaluations_file}")
     if args.out:
-        _write(Path(args.out), {"model": model, **figures, "settings": settings})
+        record = {"model": model, **figures, "settings": settings}
+        with files.explained(Path(args.out)):
+            Path(args.out).write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 
@@ -227,13 +230,6 @@ def _check_options(args: EvalOptions) -> None:
         ):
             options = " or ".join(map(option, by))
             raise ConfigError(f"{option(name)} has no effect without {options}")
-
-
-def _write(file: Path, record: dict[str, Any]) -> None:
-    try:
-        file.write_text(json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write '{file}': {error}; choose another with --out") from error
 
 
 _MODEL = ("threads", "model.dtype", "model.device", "model.trust_remote_code")

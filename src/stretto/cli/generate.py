@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from stretto import tasks
+from stretto import files, tasks
 from stretto.api.inference import answers, generate
 from stretto.cli.parsing import File, takes
 from stretto.config import RolloutConfig, TaskConfig, recipes
@@ -137,12 +137,8 @@ def _record(row: TaskRow, number: int, sample: int, answer: Answer) -> str:
 
 def _write(lines: Iterable[str], out: str) -> None:
     """Write lines as they come. An existing file keeps its content until the first one."""
-    try:
+    with files.explained(Path(out)):
         file = Path(out).open("a", encoding="utf-8") if out else nullcontext(sys.stdout)  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write '{out}': {error}; choose another with --out", "cannot-write"
-        ) from error
     with file as stream:
         for number, line in enumerate(lines):
             if out and not number and stream.seekable():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from tyro.conf import arg
 
+from stretto import files
 from stretto.cli.parsing import takes
 from stretto.config.sections import Positive, Seconds, Seed, Workers
 from stretto.errors import ConfigError
@@ -91,7 +92,11 @@ def command_pipeline(
         solution = solve(posed, **options, keep_interrupted=True)
     lines = _lines(posed, solution, units)
     print("\n".join(lines))
-    _write(posed, solution, units, lines, schedule, draw)
+    with ExitStack() as stack:  # writes both files, even if one fails
+        if draw:
+            stack.callback(_draw, posed, solution, units, lines, Path(draw))
+        if schedule:
+            stack.callback(_write_schedule, posed, solution, Path(schedule))
     return 130 if solution.interrupted else 0
 
 
@@ -100,14 +105,8 @@ def _flags(names: Iterable[str]) -> str:
 
 
 def _check_files(schedule: str, draw: str) -> None:
-    for name in (schedule, draw):
-        file, folder = Path(name), Path(name).parent
-        if name and not folder.is_dir():
-            raise _unwritable(name, f"there is no directory '{folder}'")
-        if name and file.is_dir():
-            raise _unwritable(name, "it is a directory")
-        if name and not os.access(file if file.exists() else folder, os.W_OK):
-            raise _unwritable(name, "permission denied")
+    for name in filter(None, (schedule, draw)):
+        files.require_writable(Path(name))
     if draw and Path(draw).suffix not in (".svg", ".png", ".html"):
         raise ConfigError(f"--draw {draw}: must end in .svg, .png or .html")
     if draw.endswith(".png"):
@@ -167,30 +166,6 @@ def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
     ]
 
 
-def _write(
-    problem: Problem,
-    solution: Solution,
-    units: Units,
-    lines: list[str],
-    schedule: str,
-    draw: str,
-) -> None:
-    errors = []
-    writers: dict[str, Callable[[Path], None]] = {
-        schedule: lambda file: _write_schedule(problem, solution, file),
-        draw: lambda file: _draw(problem, solution, units, lines, file),
-    }
-    for name, write in writers.items():
-        try:
-            if name:
-                write(Path(name))
-                print(f"wrote {name}")
-        except OSError as error:
-            errors.append(_unwritable(name, error.strerror or str(error)))
-    if errors:
-        raise errors[0]
-
-
 def _write_schedule(problem: Problem, solution: Solution, file: Path) -> None:
     data: dict[str, Any] = {
         "problem": problem.to_json(),
@@ -200,7 +175,9 @@ def _write_schedule(problem: Problem, solution: Solution, file: Path) -> None:
         "bound": solution.bound,
         "status": solution.status,
     }
-    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    with files.explained(file):
+        file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {file}")
 
 
 def _draw(problem: Problem, solution: Solution, units: Units, lines: list[str], file: Path) -> None:
@@ -208,12 +185,10 @@ def _draw(problem: Problem, solution: Solution, units: Units, lines: list[str], 
 
     title = f"Fused actor and critic pipelines on {problem.devices} devices, {lines[0]}"
     of = (problem, solution.evaluation, title, units)
-    if file.suffix == ".png":
-        draw.save_png(*of, file)
-    else:
-        text = draw.timeline_svg(*of) if file.suffix == ".svg" else draw.page_html(*of, lines)
-        file.write_text(text, encoding="utf-8")
-
-
-def _unwritable(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"cannot write '{name}': {reason}; choose another file")
+    with files.explained(file):
+        if file.suffix == ".png":
+            draw.save_png(*of, file)
+        else:
+            text = draw.timeline_svg(*of) if file.suffix == ".svg" else draw.page_html(*of, lines)
+            file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}")

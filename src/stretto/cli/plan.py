@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto import files
 from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, PlanOptions
 from stretto.cli.options import Recipe, call_with_config
@@ -47,7 +49,7 @@ def command_plan(
         return
     options = PlanOptions(**asked)
     if write:
-        planning.check_writable(write)
+        files.require_writable(Path(write))
         planning.check_trainable(config, options)
     plan = planning.plan(config, options, say=on_stderr)
     print(worded("\n".join(_lines(plan, options.gpus, recipes.name_of(recipe)))))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from stretto import outside
+from stretto import files, outside
 from stretto.assembly.parts import open_prompts
 from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import NO_OVERRIDES, prepare_torch
@@ -262,12 +262,10 @@ def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
         )
     try:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        out.write_text("".join(lines), encoding="utf-8")
+        with files.explained(out):
+            out.write_text("".join(lines), encoding="utf-8")
     except (TypeError, UnicodeEncodeError) as error:
         raise TaskError(
             f"the data has values that JSON Lines cannot hold: {error}; drop that column",
             "values-beyond-json",
         ) from error
-    except OSError as error:
-        message = f"cannot write '{out}': {error}; choose another with `out`"
-        raise ConfigError(message, "unwritable-output") from error
