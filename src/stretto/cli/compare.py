@@ -260,10 +260,9 @@ def exit_status(collected: Collected) -> int:
 def command_report(
     runs: Annotated[tuple[str, ...], arg(metavar="RUN...")],
     /,
-    out: str = "",
+    out: str = "report.html",
     *,
     step: int,
-    timeline: str = "",
 ) -> None:
     """Make one HTML page of one run or several: curves, timelines, utilisation, samples, settings,
     win-rate against KL, and the effect of off-policyness N on rewards. For up to six runs the page,
@@ -274,20 +273,18 @@ def command_report(
 
     Args:
         runs: Run directories. The others are compared with the first.
-        out: File for the page. Default: report.html, unless only --timeline is given.
-        timeline: File for an SVG picture of the step, with all runs on one time axis.
+        out: File for the page.
     """
     with working(on_stderr, "reading the runs"):
         loaded = reports.load(runs)
-    if out or not timeline:
-        with working(on_stderr, "predicting the runs from their own records"):
-            predictions = predicted(runs) if len(runs) <= reports.MAX_RUNS else []
-        data = [prediction.data() for prediction in predictions]
-        _write(out or "report.html", reports.html_page(loaded, step or None, data))
-        for run, prediction in zip(loaded, predictions, strict=False):
-            print(prediction.text(run.name))
-    if timeline:
-        _write(timeline, reports.timeline_svg(loaded, step or None))
+    with working(on_stderr, "predicting the runs from their own records"):
+        predictions = predicted(runs) if len(runs) <= reports.MAX_RUNS else []
+    data, file = [prediction.data() for prediction in predictions], Path(out)
+    with files.explained(file):
+        file.write_text(reports.html_page(loaded, step or None, data), encoding="utf-8")
+    print(f"wrote {file}")
+    for run, prediction in zip(loaded, predictions, strict=False):
+        print(prediction.text(run.name))
 
 
 def command_watch(
@@ -307,10 +304,3 @@ def command_watch(
     with reports.RunServer(runs, port) as server:
         print(f"watching {', '.join(runs)} at {server.url} (Ctrl-C ends)", flush=True)
         server.serve_forever()
-
-
-def _write(name: str, text: str) -> None:
-    file = Path(name)
-    with files.explained(file):
-        file.write_text(text, encoding="utf-8")
-    print(f"wrote {file}")
