@@ -20,6 +20,10 @@ _SECRET = re.compile(r"((?:^|\0)-[^\0=]*(?:key|token|password|secret)[=\0])[^\0]
 """An option between NULs whose value is secret."""
 
 
+SCALING_TOKENS = (10, 40)
+"""Tokens of the rows with which :attr:`Machine.thread_scaling` is measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Machine facts that a run's metrics depend on."""
@@ -29,7 +33,9 @@ class Machine:
     threads: int  # torch's default
     gpus: tuple[str, ...]
     torch: str
-    thread_scaling: float = 0.0  # speed of two threads of a run, relative to one. 0: unknown
+    thread_scaling: tuple[float, float] = (0.0, 0.0)
+    """Speed of decoding beside training on two threads, relative to one of them, for training on
+    rows of each of :data:`SCALING_TOKENS`. 0: unknown."""
 
     @classmethod
     def here(cls) -> Self:

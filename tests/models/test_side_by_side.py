@@ -127,7 +127,7 @@ def test_the_probe_of_a_model_changes_nothing_and_fits_its_positions() -> None:
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
     ).train()
     before = torch.get_rng_state()
-    assert scaling_of(model, 4, 1) >= 0
+    assert min(scaling_of(model, 4, 40, 1)) >= 0
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
 
@@ -149,4 +149,4 @@ def test_adapters_of_parameters_are_not_probed() -> None:
     )
     adapters = LoraConfig(target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"])
     model = get_peft_model(GptOssForCausalLM(config), adapters)
-    assert scaling_of(model, 4, 1) == 0
+    assert scaling_of(model, 4, 40, 1) == (0, 0)

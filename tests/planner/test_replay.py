@@ -126,11 +126,12 @@ def test_passes_wait_for_python_code_of_the_process() -> None:
     [
         (0.0, [1.0], [1.0]),  # the driver has the other core
         (0.0, [1.0, 1.0], [1.25, 1.25]),  # both have one core for 0.5 s
-        (2.0, [1.0, 1.0], [1.0, 1.0]),  # threads of one process are measured together with it
+        (2.0, [1.0], [1.25]),  # half as fast for 0.5 s, as both need Python's lock
+        (2.0, [1.0, 1.0], [4 / 3, 4 / 3]),  # a third as fast
         (0.0, [0.25], [0.5]),  # ends meanwhile, and the driver hears of it later
     ],
 )
-def test_the_driver_computes_on_a_core(
+def test_the_driver_takes_a_core_or_the_lock(
     thread_scaling: float, seconds: list[float], expected: list[float]
 ) -> None:
     async def main() -> list[float]:
@@ -239,14 +240,15 @@ def test_what_others_took_is_left_out() -> None:
 
 def test_what_the_lock_took_is_left_out() -> None:
     """Two threads get 1.25 done at once: A works from 0 to 1.5 s, B from 0.5 to 2 s; each is alone
-    for half a second, and does 0.625 of the second that they share. The driver is not counted."""
+    for half a second, and does 0.625 of the second that they share. The driver and A have half of
+    the first 0.25 s each."""
     spans = [
         Span("a", "score", 0.0, 1.5, {}),
         Span("b", "score", 0.5, 2.0, {}),
         Span("driver", "driver/books", 0.0, 0.25, {"items": 1}),
     ]
     found = undisturbed(spans, {"a": 1, "b": 1, "driver": 0}, 2, 1.25)
-    expected = {"a": 1.125, "b": 1.125, "driver": 0.25}
+    expected = {"a": 1.0, "b": 1.125, "driver": 0.125}
     assert {s.role: s.end_s - s.start_s for s in found} == pytest.approx(expected)
 
 
@@ -612,9 +614,9 @@ def test_machine_and_starts_are_kept_in_the_folder_of_a_run(
     assert datetime.fromisoformat(begun["date"]) <= datetime.fromisoformat(resumed["date"])
     assert begun["versions"]["torch"] == found.torch
     assert list(begun["versions"]) == ["python", "stretto", "torch", "transformers"]
-    folder.add_to_machine(thread_scaling=1.25)
+    folder.add_to_machine(thread_scaling=(1.25, 1.5))
     assert (folder.read_machine(), len(folder.read_starts())) == (
-        replace(found, thread_scaling=1.25),
+        replace(found, thread_scaling=(1.25, 1.5)),
         3,
     )
     folder.machine_file.write_text("{}")

@@ -242,7 +242,7 @@ class RunDirectory:
         record = {**asdict(machine), "starts": [*starts, current_start() | facts]}
         files.write_whole(self.machine_file, json.dumps(record, indent=2).encode())
 
-    def add_to_machine(self, **measured: float) -> None:
+    def add_to_machine(self, **measured: Any) -> None:
         """Add facts that were measured after the start, if it was recorded."""
         if not self.machine_file.is_file():
             return
@@ -261,7 +261,9 @@ class RunDirectory:
         try:
             record = json.loads(self.machine_file.read_bytes())
             starts = [dict(start) for start in record.pop("starts", [])]
-            return Machine(**{**record, "gpus": tuple(record["gpus"])}), starts
+            scaling = record.get("thread_scaling", (0.0, 0.0))  # not in files of version 0.1.0
+            tuples = {"gpus": tuple(record["gpus"]), "thread_scaling": tuple(scaling)}
+            return Machine(**{**record, **tuples}), starts
         except files.UNREADABLE as error:
             text = f"'{self.machine_file}' cannot be read: {error}"
             raise StateError(text, "damaged-record") from error

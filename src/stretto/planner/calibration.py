@@ -26,7 +26,7 @@ from stretto.observe.spans import NO_DEVICES, WEIGHT_SYNC, Span
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
 from stretto.runtime.sim import costs
-from stretto.runtime.sim.resources import full_speed
+from stretto.runtime.sim.resources import beside_driver, full_speed
 
 Array = npt.NDArray[np.float64]
 
@@ -151,7 +151,7 @@ def undisturbed(
         span_threads = threads[role_of(span)] if works else 0
         if works and in_processes and span.name == "load":
             span_threads += 1  # of the learner's process
-        driver = in_processes and span.role == DRIVER
+        driver = span.role == DRIVER
         for moment_s, sign in ((span.start_s, 1), (span.end_s, -1)):
             changes[moment_s][0] += sign * works
             changes[moment_s][1] += sign * span_threads
@@ -160,8 +160,11 @@ def undisturbed(
     pieces = busy = drivers = 0
     done: dict[float, float] = {}
     for moment_s in sorted(changes):
-        left = max(cores - 1, 1) if drivers else cores
-        done_s += (moment_s - at_s) * full_speed(pieces, busy, left, thread_scaling)
+        if drivers:
+            rate = beside_driver(pieces, busy, cores, in_processes)
+        else:
+            rate = full_speed(pieces, busy, cores, thread_scaling)
+        done_s += (moment_s - at_s) * rate
         at_s = moment_s
         more_pieces, more_threads, more_drivers = changes[moment_s]
         pieces, busy = pieces + more_pieces, busy + more_threads

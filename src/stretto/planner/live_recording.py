@@ -30,7 +30,7 @@ class LiveRecording:
     """
 
     def __init__(
-        self, config: Config, spans: Spans, gate: EventGate, thread_scaling: float
+        self, config: Config, spans: Spans, gate: EventGate, thread_scaling: tuple[float, float]
     ) -> None:
         self._config = config
         self._spans = spans

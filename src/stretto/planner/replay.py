@@ -8,15 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from math import log
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from stretto.assembly.controllers import share_cores
 from stretto.config import ENVIRONMENT, ClusterConfig, Config, ScheduleConfig, recipes
 from stretto.config.cluster_config import LEARNER
 from stretto.config.knobs import RoundKnobs
 from stretto.errors import ConfigError, StateError, StrettoError
-from stretto.machine import Machine
+from stretto.machine import SCALING_TOKENS, Machine
 from stretto.observe import RunDirectory
 from stretto.observe.idle import Intervals, is_generator, seconds, union
 from stretto.observe.run_directory import RolloutRecord
@@ -177,7 +181,13 @@ class Recording:
 
     @property
     def _thread_scaling(self) -> float:
-        return 0.0 if self.config.runtime_kind.has_processes else self.machine.thread_scaling
+        """The measured scaling, interpolated at the mean row by the logarithm of its tokens."""
+        rows = [r.prompt_tokens + r.tokens for r in self.rollouts if r.finish]
+        if self.config.runtime_kind.has_processes or not rows:
+            return 0.0
+        return float(
+            np.interp(log(fmean(rows)), list(map(log, SCALING_TOKENS)), self.machine.thread_scaling)
+        )
 
     @property
     def _cores(self) -> int:

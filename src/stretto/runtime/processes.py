@@ -54,7 +54,7 @@ class ProcessWorkers:
     """Workers of a run in processes, started concurrently. A warm-up comes first."""
 
     channel = WeightSender.name
-    thread_scaling = 0.0  # roles in processes have locks of their own
+    thread_scaling = (0.0, 0.0)  # roles in processes have locks of their own
     tuner: Tuner | None = None  # processes keep the CPU threads that they start with
 
     def __init__(

@@ -71,7 +71,7 @@ SAVE_S = 3600.0  # time limit for writing the model
 COPY_GAIN = 100.0  # assumed speed of copying a KV cache in memory, relative to prefill
 
 Workers = ThreadWorkers | ProcessWorkers
-CostsOf = Callable[[Config, Spans, EventGate, float], CostModel]
+CostsOf = Callable[[Config, Spans, EventGate, tuple[float, float]], CostModel]
 """Makes a run's cost model. The last argument is its ``thread_scaling``."""
 
 

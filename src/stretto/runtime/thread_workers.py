@@ -23,6 +23,8 @@ from stretto.assembly.roles import RoleFactory
 from stretto.assembly.run_models import Overrides, drawing_apart
 from stretto.config import Config, ScheduleConfig
 from stretto.config.cluster_config import LEARNER, generator_names
+from stretto.config.training_config import token_budget
+from stretto.machine import SCALING_TOKENS
 from stretto.models.backend import backend_of, pick_device
 from stretto.models.cpu_threads import thread_scaling
 from stretto.models.forward import hidden_states, positions
@@ -41,10 +43,10 @@ from stretto.workers.group import RankGroup
 from stretto.workers.threads import ThreadExecutor, WorkerThread
 
 PATIENCE_S = 3.0  # how long shutdown waits for interrupted calls
-PROBE_S = 0.05  # of each part of a probe of Python's lock
+PROBE_S = 0.04  # of each part of a probe of Python's lock
 DECODING_S, TRAINING_S = 0.02, 0.25  # of passes that hardly need the lock
 PROBED_STEPS = 20  # fewest of a run with the probe
-MOST_ROWS, ROW_TOKENS = 64, 40  # of a probed pass
+MOST_ROWS = 64  # of a probed pass
 
 
 class ThreadWorkers:
@@ -110,7 +112,8 @@ class ThreadWorkers:
             learner = factory.make_learner(actor, critic, snapshots=snapshots, channel=channel)
         refs = learner.offer() if knobs.copies_weights else {}
         dtype = learner.trained["actor"].dtype
-        self.thread_scaling = gate.fact("thread_scaling", partial(self._scaling, actor))
+        short, long = gate.fact("thread_scaling", partial(self._scaling, actor))
+        self.thread_scaling = short, long
         self.ready = Ready(refs, "", (), dtype)
         training = LearnerService(learner, channel, prompts, self.ready)
         self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])
@@ -136,11 +139,12 @@ class ThreadWorkers:
         for executor in self.executors.values():
             vars(executor.service).clear()  # the run refers to it in cycles
 
-    def _scaling(self, actor: nn.Module) -> float:
-        config = self._config
-        if config.steps < PROBED_STEPS or pick_device(config.model.device).type != "cpu":
-            return 0.0
-        return scaling_of(actor, config.rollout.batch, max(1, self._cores // 2))
+    def _scaling(self, actor: nn.Module) -> tuple[float, float]:
+        config, device = self._config, pick_device(self._config.model.device)
+        if config.steps < PROBED_STEPS or device.type != "cpu":
+            return 0.0, 0.0
+        pass_tokens = token_budget(config.training.microbatch_tokens, device)
+        return scaling_of(actor, config.rollout.batch, pass_tokens, max(1, self._cores // 2))
 
     def _open_threads(self) -> dict[str, WorkerThread]:
         config, knobs = self._config, self._config.schedule.knobs
@@ -182,29 +186,38 @@ class ThreadWorkers:
         return thread
 
 
-def scaling_of(actor: nn.Module, batch: int, threads: int) -> float:
-    """Measure the speed of decoding beside training, each on so many CPU threads, relative to one
-    of them. 0 (unknown) for long passes, which the lock hardly affects, and for adapters of
-    parameters, whose passes share a cache of torch's between threads.
+def scaling_of(
+    actor: nn.Module, batch: int, pass_tokens: int, threads: int
+) -> tuple[float, float]:
+    """Measure the speed of decoding beside training (:attr:`Machine.thread_scaling`), each on so
+    many CPU threads. Training passes have at most ``pass_tokens``, as in the run: small ones need
+    Python's lock for more of their time. 0 (unknown) for long passes, which the lock hardly
+    affects, and for adapters of parameters, whose passes share a cache of torch's between threads.
     """
     if any(type(module).__name__ == "ParamWrapper" for module in actor.modules()):  # of peft
-        return 0.0
-    length = min(ROW_TOKENS, positions(actor) or ROW_TOKENS)
-    rows = [[0] * length] * min(batch, MOST_ROWS)
+        return 0.0, 0.0
     weights = [p for p in actor.parameters() if p.requires_grad]
+    batch = min(batch, MOST_ROWS)
 
     def decoding() -> None:
         with torch.inference_mode():
-            hidden_states(actor, [row[:1] for row in rows])
+            hidden_states(actor, [[0]] * batch)
 
-    def training() -> None:
+    def training(length: int) -> None:
+        length = min(length, positions(actor) or length)
+        rows = [[0] * length] * min(batch, max(pass_tokens // length, 1))
         loss = hidden_states(actor, rows).float().square().mean()
         torch.autograd.grad(loss, weights, allow_unused=True)
 
+    short, long = (partial(training, length) for length in SCALING_TOKENS)
     with drawing_apart("probe", torch.device("cpu")):
-        for call, most_s in ((decoding, DECODING_S), (training, TRAINING_S)):
+        for call, most_s in ((decoding, DECODING_S), (long, TRAINING_S)):
             began_s = time.perf_counter()
             call()
             if time.perf_counter() - began_s > most_s:
-                return 0.0
-        return median(thread_scaling([decoding, training], threads, PROBE_S) for _ in range(3))
+                return 0.0, 0.0
+        measured = [
+            [thread_scaling([decoding, call], threads, PROBE_S) for call in (short, long)]
+            for _ in range(3)
+        ]
+    return median(pair[0] for pair in measured), median(pair[1] for pair in measured)

@@ -38,6 +38,14 @@ def full_speed(pieces: int, threads: int, cores: int, thread_scaling: float) -> 
     return min(rate, thread_scaling / pieces) if thread_scaling and pieces > 1 else rate
 
 
+def beside_driver(pieces: int, threads: int, cores: int, in_processes: bool) -> float:
+    """Return the rate of pieces of work while the driver computes. On threads of its process, all
+    together are as fast as one of them."""
+    if in_processes:
+        return full_speed(0, threads, max(cores - 1, 1), 0.0)
+    return full_speed(pieces + 1, threads + 1, cores, 1.0)
+
+
 class Cores:
     """CPU cores, shared evenly by all working threads if there are more threads than cores. For
     ``thread_scaling`` see :func:`full_speed`.
@@ -80,17 +88,16 @@ class Cores:
             self._plan()
 
     def compute(self, seconds: float) -> None:
-        """Let the driver compute within a callback, which takes a core from roles in processes of
-        their own. All events wait meanwhile."""
+        """Let the driver compute within a callback. All events wait meanwhile. This takes a core
+        from roles in processes of their own, and Python's lock from those on threads."""
         self._settle()
         spend(seconds)
-        if self.in_processes:
-            self._since_s = asyncio.get_running_loop().time()
-            threads = sum(self._threads.values())
-            rate = full_speed(0, threads, max(self._count - 1, 1), 0.0)
-            for piece in self._left_s:
-                self._left_s[piece] -= seconds * rate
-            self._plan()
+        self._since_s = asyncio.get_running_loop().time()
+        pieces, threads = len(self._threads), sum(self._threads.values())
+        rate = beside_driver(pieces, threads, self._count, self.in_processes)
+        for piece in self._left_s:
+            self._left_s[piece] -= seconds * rate
+        self._plan()
 
     @property
     def _rate(self) -> float:
