@@ -149,6 +149,23 @@ def test_the_driver_takes_a_core_or_the_lock(
     assert run(main()) == pytest.approx(expected)
 
 
+def test_work_that_ends_while_the_driver_computes_keeps_its_end() -> None:
+    """It ends after 0.25 s. Later work in the same callback slows down only what goes on."""
+
+    async def main() -> list[tuple[float, float]]:
+        spans, cores = Spans(VirtualClock()), Cores(2)
+        one, other = (SimWorker(f"role {i}", [Device(i)], spans, cores=cores) for i in range(2))
+        first = asyncio.create_task(one.work("work", 0.25))
+        await asyncio.sleep(0)
+        cores.compute(0.5)
+        cores.compute(0.5)
+        other.threads = 4
+        await asyncio.gather(first, other.work("work", 1.0))
+        return [(span.start_s, span.end_s) for span in spans.records]
+
+    assert run(main()) == [(0.0, 0.25), (1.0, 3.0)]
+
+
 @pytest.mark.parametrize(
     ("thread_scaling", "expected"),
     [

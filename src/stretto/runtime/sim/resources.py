@@ -54,6 +54,7 @@ class Cores:
     def __init__(self, count: int, thread_scaling: float = 0.0) -> None:
         self._count, self._thread_scaling = count, thread_scaling
         self._left_s: dict[asyncio.Future[float], float] = {}  # of each piece of work at full speed
+        self._ended_s: dict[asyncio.Future[float], float] = {}  # while the driver computed
         self._threads: dict[asyncio.Future[float], int] = {}
         self._in_python: set[asyncio.Future[float]] = set()
         self._since_s = 0.0
@@ -83,6 +84,7 @@ class Cores:
         finally:
             self._settle()
             self._left_s.pop(done, None)
+            self._ended_s.pop(done, None)
             del self._threads[done]
             self._in_python.discard(done)
             self._plan()
@@ -91,12 +93,14 @@ class Cores:
         """Let the driver compute within a callback. All events wait meanwhile. This takes a core
         from roles in processes of their own, and Python's lock from those on threads."""
         self._settle()
-        spend(seconds)
-        self._since_s = asyncio.get_running_loop().time()
         pieces, threads = len(self._threads), sum(self._threads.values())
         rate = beside_driver(pieces, threads, self._count, self.in_processes)
-        for piece in self._left_s:
-            self._left_s[piece] -= seconds * rate
+        for piece, left_s in self._left_s.items():
+            if left_s <= seconds * rate:
+                self._ended_s.setdefault(piece, self._since_s + left_s / rate)
+            self._left_s[piece] = left_s - seconds * rate
+        spend(seconds)
+        self._since_s += seconds
         self._plan()
 
     @property
@@ -117,12 +121,12 @@ class Cores:
         if self._left_s:
             loop = asyncio.get_running_loop()
             first = min(self._left_s, key=self._left_s.__getitem__)
-            # In the past if the piece ended while the driver computed.
-            end_s = loop.time() + self._left_s[first] / self._rate
+            end_s = self._ended_s.get(first, loop.time() + self._left_s[first] / self._rate)
             self._timer = loop.call_at(end_s, self._end, first)
 
     def _end(self, piece: asyncio.Future[float]) -> None:
         del self._left_s[piece]
+        self._ended_s.pop(piece, None)
         if not piece.done():  # after a cancellation
             piece.set_result(self._timer.when() if self._timer else 0.0)
 
