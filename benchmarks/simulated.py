@@ -15,9 +15,9 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any, NamedTuple
 
 import _tuned
@@ -29,6 +29,7 @@ from stretto.assembly.run_models import Overrides
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
 from stretto.planner.replay import LEAST_STEPS, WARM_STEPS, Recording, predict
+from stretto.protocols import DRIVER
 from stretto.runtime.sim.simulate import simulate
 
 REFERENCE = "sync"
@@ -167,10 +168,20 @@ def measured_auto(args: argparse.Namespace) -> None:
             folder = trained(config, variant, f"measured-{recipe}-{seed}-{name}", warm)
             steps = [m for m in RunDirectory.open(folder).read_metrics() if m["step"]]
             speeds[name] = [_tuned.rate(steps), _tuned.rate(steps, late)]
-            chosen += [f"{recipe}, {seed}, {name}, {line}" for line in choices(steps)]
+            if name.startswith("auto"):
+                share = f"decisions take {deciding(folder):.1%} of the time"
+                lines = [share, *choices(steps)]
+                chosen += [f"{recipe}, {seed}, {name}, {line}" for line in lines]
         cells = map(" / ".join, relative(speeds))
         print(f"| {recipe} | {seed} | {' | '.join(cells)} |", flush=True)
     print(f"\nwhole run / from step {late + 1}; load {os.getloadavg()}\n", *chosen, sep="\n")
+
+
+def deciding(folder: Path) -> float:
+    """The share of a run's time in which 'auto' simulates: its cost if it changes nothing."""
+    trace = RunDirectory.open(folder).trace.read()
+    spans_s = sum(s.end_s - s.start_s for s in trace.spans if s.name == f"{DRIVER}/adapt")
+    return spans_s / (trace.steps[-1].end_s - trace.steps[0].start_s)
 
 
 def relative(speeds: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
@@ -191,14 +202,15 @@ def choices(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     before: list[float] = []
     for step in steps:
         values = [step.get(f"schedule/{name}", 0.0) for name in TUNED]
-        if values != before and "schedule/lag" in step:
+        if values != before:
             before = values
             pairs = zip(TUNED, values, strict=True)
             yield f"step {step['step']:.0f}: " + ", ".join(f"{k} {v:g}" for k, v in pairs)
 
 
 def across(args: argparse.Namespace) -> None:
-    """Every schedule, measured, and predicted from the run of ``sync`` beside it."""
+    """Every schedule, measured, and predicted from the run of ``sync`` beside it. A measured run
+    has the noise of the machine, which means over seeds reduce."""
     variants = GROUPS if args.groups else SCHEDULES
     common = {"steps": args.steps, **(COMPARING if args.groups else {})}
     common |= {} if args.learning else UNLEARNED
@@ -208,7 +220,7 @@ def across(args: argparse.Namespace) -> None:
     columns = "recipe, runtime, seed, schedule, s a step, predicted, ratio, x sync, drift, reward"
     print(f"| {columns.replace(', ', ' | ')} |")
     print(f"{'|---' * 10}|", flush=True)
-    ratios = []
+    ratios: dict[tuple[str, str, str], list[float]] = {}
     for recipe in args.recipes:
         for seed in args.seeds:
             for runtime in args.runtimes:
@@ -217,7 +229,7 @@ def across(args: argparse.Namespace) -> None:
                 found = compared(config, variants, f"{recipe}-{runtime}-{seed}", warmed(config))
                 for pair in found:
                     ratio = pair.predicted_s * pair.drift / pair.measured_s
-                    ratios.append(ratio)
+                    ratios.setdefault((recipe, runtime, pair.variant), []).append(ratio)
                     print(
                         f"| {recipe} | {runtime} | {seed} | {pair.variant} | {pair.measured_s:.4f} "
                         f"| {pair.predicted_s:.4f} | {ratio:.2f} "
@@ -225,8 +237,18 @@ def across(args: argparse.Namespace) -> None:
                         f"| {pair.drift:.2f} | {pair.reward:.3f} |",
                         flush=True,
                     )
+    report_errors("each run", list(chain(*ratios.values())))
+    if len(args.seeds) > 1:
+        means = {key: geometric_mean(seeds) for key, seeds in ratios.items()}
+        for (recipe, runtime, variant), mean in means.items():
+            print(f"{recipe}, {runtime}, {variant}: {mean:.2f}")
+        report_errors("means of the seeds", list(means.values()))
+    print(f"load {os.getloadavg()}")
+
+
+def report_errors(name: str, ratios: Sequence[float]) -> None:
     errors = [abs(ratio - 1) for ratio in ratios]
-    print(f"\nerror: median {median(errors):.1%}, worst {max(errors):.1%}; load {os.getloadavg()}")
+    print(f"\nerror, {name}: median {median(errors):.1%}, worst {max(errors):.1%}")
 
 
 def compared(
