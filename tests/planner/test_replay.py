@@ -501,7 +501,7 @@ def test_a_run_in_progress_knows_whether_its_environment_works(
     monkeypatch.setattr(RolloutRecord, "of", lambda step, rollout, reward: rollout)
     config = settings(environment=EnvironmentConfig(sources=("tools.py:add",)))
     gate: Any = SimpleNamespace(fact=lambda name, measure: measure())
-    live = LiveRecording(config, spans, gate, 0.0)
+    live = LiveRecording(config, spans, gate, (0.0, 0.0))
     live.observe(rollouts)
     workload = live.cluster(1).workload
     assert workload.episodes

@@ -186,9 +186,7 @@ class ThreadWorkers:
         return thread
 
 
-def scaling_of(
-    actor: nn.Module, batch: int, pass_tokens: int, threads: int
-) -> tuple[float, float]:
+def scaling_of(actor: nn.Module, batch: int, pass_tokens: int, threads: int) -> tuple[float, float]:
     """Measure the speed of decoding beside training (:attr:`Machine.thread_scaling`), each on so
     many CPU threads. Training passes have at most ``pass_tokens``, as in the run: small ones need
     Python's lock for more of their time. 0 (unknown) for long passes, which the lock hardly
