@@ -11,7 +11,11 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
+from tempfile import TemporaryDirectory
 
+from _shared import parse
+from stretto.api.settings import changed, config_of
+from stretto.api.training import begin, execute
 from stretto.errors import ConfigError
 from stretto.observe.report import LoadedRun, load, style
 from stretto.observe.report.timeline import Bar, bars, waits
@@ -159,8 +163,17 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="run directories, from top to bottom")
     parser.add_argument("--step", type=int, help="default: the middle one of all common steps")
     parser.add_argument("--out", type=Path, default=Path("timeline.svg"))
-    args = parser.parse_args()
-    args.out.write_text(timeline_svg(load(args.runs), args.step), encoding="utf-8")
+    args = parse(parser, {"runs": []})
+    with TemporaryDirectory() as scratch:
+        if args.smoke:
+            args.out = Path(scratch, "timeline.svg")
+            settings = {"steps": 2, "warmup_examples": 0, "rollout__batch": 4, "out": scratch}
+            run = begin(changed(config_of("tiny"), settings))
+            execute(run)
+            args.runs = [str(run.run_dir.path)]
+        picture = timeline_svg(load(args.runs), args.step)
+        args.out.write_text(picture, encoding="utf-8")
+    print(f"| file | characters |\n|---|---|\n| {args.out} | {len(picture):,} |")
 
 
 if __name__ == "__main__":

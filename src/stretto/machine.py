@@ -21,7 +21,7 @@ _SECRET = re.compile(r"((?:^|\0)-[^\0=]*(?:key|token|password|secret)[=\0])[^\0]
 
 
 SCALING_TOKENS = (10, 40)
-"""Tokens of the rows with which :attr:`Machine.thread_scaling` is measured."""
+"""Tokens of the training rows with which :attr:`Machine.thread_scaling` is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Machine:
     gpus: tuple[str, ...]
     torch: str
     thread_scaling: tuple[float, float] = (0.0, 0.0)
-    """Speed of decoding beside training on two threads, relative to one of them, for training on
-    rows of each of :data:`SCALING_TOKENS`. 0: unknown."""
+    """Speed of decoding and training at the same time on two threads, relative to one of them, if
+    training rows have as many tokens as in :data:`SCALING_TOKENS`. 0: unknown."""
 
     @classmethod
     def here(cls) -> Self:

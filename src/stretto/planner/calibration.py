@@ -26,7 +26,7 @@ from stretto.observe.spans import NO_DEVICES, WEIGHT_SYNC, Span
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
 from stretto.runtime.sim import costs
-from stretto.runtime.sim.resources import beside_driver, full_speed
+from stretto.runtime.sim.resources import speed_with_driver, full_speed
 
 Array = npt.NDArray[np.float64]
 
@@ -161,7 +161,7 @@ def undisturbed(
     done: dict[float, float] = {}
     for moment_s in sorted(changes):
         if drivers:
-            rate = beside_driver(pieces, busy, cores, in_processes)
+            rate = speed_with_driver(pieces, busy, cores, in_processes)
         else:
             rate = full_speed(pieces, busy, cores, thread_scaling)
         done_s += (moment_s - at_s) * rate

@@ -181,7 +181,7 @@ class Recording:
 
     @property
     def _thread_scaling(self) -> float:
-        """The measured scaling, interpolated at the mean row by the logarithm of its tokens."""
+        """The machine's scaling for rows of the run's mean length. Linear in its logarithm."""
         rows = [r.prompt_tokens + r.tokens for r in self.rollouts if r.finish]
         if self.config.runtime_kind.has_processes or not rows:
             return 0.0

@@ -187,10 +187,11 @@ class ThreadWorkers:
 
 
 def scaling_of(actor: nn.Module, batch: int, pass_tokens: int, threads: int) -> tuple[float, float]:
-    """Measure the speed of decoding beside training (:attr:`Machine.thread_scaling`), each on so
-    many CPU threads. Training passes have at most ``pass_tokens``, as in the run: small ones need
-    Python's lock for more of their time. 0 (unknown) for long passes, which the lock hardly
-    affects, and for adapters of parameters, whose passes share a cache of torch's between threads.
+    """Measure :attr:`Machine.thread_scaling` with so many CPU threads for each of the two.
+
+    Training passes have at most ``pass_tokens``, as in the run, because small ones need Python's
+    lock for more of their time. 0 (unknown) for long passes, which the lock hardly affects, and for
+    adapters of parameters, whose passes share a cache of torch's between threads.
     """
     if any(type(module).__name__ == "ParamWrapper" for module in actor.modules()):  # of peft
         return 0.0, 0.0

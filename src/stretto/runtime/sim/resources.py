@@ -38,7 +38,7 @@ def full_speed(pieces: int, threads: int, cores: int, thread_scaling: float) -> 
     return min(rate, thread_scaling / pieces) if thread_scaling and pieces > 1 else rate
 
 
-def beside_driver(pieces: int, threads: int, cores: int, in_processes: bool) -> float:
+def speed_with_driver(pieces: int, threads: int, cores: int, in_processes: bool) -> float:
     """Return the rate of pieces of work while the driver computes. On threads of its process, all
     together are as fast as one of them."""
     if in_processes:
@@ -94,7 +94,7 @@ class Cores:
         from roles in processes of their own, and Python's lock from those on threads."""
         self._settle()
         pieces, threads = len(self._threads), sum(self._threads.values())
-        rate = beside_driver(pieces, threads, self._count, self.in_processes)
+        rate = speed_with_driver(pieces, threads, self._count, self.in_processes)
         for piece, left_s in self._left_s.items():
             if left_s <= seconds * rate:
                 self._ended_s.setdefault(piece, self._since_s + left_s / rate)
