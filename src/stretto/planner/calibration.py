@@ -26,7 +26,7 @@ from stretto.observe.spans import NO_DEVICES, WEIGHT_SYNC, Span
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
 from stretto.runtime.sim import costs
-from stretto.runtime.sim.resources import speed_with_driver, full_speed
+from stretto.runtime.sim.resources import full_speed, speed_with_driver
 
 Array = npt.NDArray[np.float64]
 
