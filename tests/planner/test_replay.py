@@ -563,6 +563,21 @@ def test_roles_sit_where_the_placement_says() -> None:
     assert seats["critic"][0].host == 0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "scaling"), [(5, 1.0), (10, 1.0), (20, 1.25), (40, 1.5), (80, 1.5)]
+)
+def test_the_lock_counts_as_measured_for_rows_of_the_runs_length(
+    tokens: int, scaling: float
+) -> None:
+    """Measured with 10 and 40 tokens, of which 20 is the geometric mean. Not of processes."""
+    machine = replace(TWO_CORES, thread_scaling=(1.0, 1.5))
+    rollout: Any = SimpleNamespace(prompt_tokens=2, tokens=tokens - 2, finish="stop")
+    inline = settings().model_copy(update={"runtime": "inline"})
+    assert Recording(inline, [rollout], READ, machine)._thread_scaling == pytest.approx(scaling)
+    local = settings().model_copy(update={"runtime": "local"})
+    assert Recording(local, [rollout], READ, machine)._thread_scaling == 0.0
+
+
 def test_functions_work_beside_all_others_and_a_run_without_overlap_has_one_worker() -> None:
     inline = settings().model_copy(update={"runtime": "inline"})
     (one,) = Recording(inline, [], READ, TWO_CORES).role_devices()["generator"]
