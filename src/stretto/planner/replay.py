@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Self
@@ -185,9 +184,8 @@ class Recording:
         rows = [r.prompt_tokens + r.tokens for r in self.rollouts if r.finish]
         if self.config.runtime_kind.has_processes or not rows:
             return 0.0
-        return float(
-            np.interp(log(fmean(rows)), list(map(log, SCALING_TOKENS)), self.machine.thread_scaling)
-        )
+        at, measured_at = np.log(fmean(rows)), np.log(SCALING_TOKENS)
+        return float(np.interp(at, measured_at, self.machine.thread_scaling))
 
     @property
     def _cores(self) -> int:

@@ -126,7 +126,6 @@ class Cores:
 
     def _end(self, piece: asyncio.Future[float]) -> None:
         del self._left_s[piece]
-        self._ended_s.pop(piece, None)
         if not piece.done():  # after a cancellation
             piece.set_result(self._timer.when() if self._timer else 0.0)
 
